@@ -1,0 +1,257 @@
+"""Attention matrices a few rows at a time, whichever kernel the model used.
+
+Where the model made the matrix itself, its rows are read. Where a fused kernel kept it to itself, rows are computed again
+from the same queries, keys, mask, bias and scale, in float32 or better: no full matrix need exist. `Attention` hides the
+difference; `head_metrics` and `matrix` work on either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["HEAD_METRICS", "SPECTRAL_METRICS", "Attention", "from_op", "head_metrics", "matrix", "spectral_gap"]
+
+HEAD_METRICS = ("entropy", "residual", "sink")
+SPECTRAL_METRICS = ("spectral_gap",)
+
+# Bytes of attention rows computed at a time. A few such blocks are alive at once.
+BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention call: its matrices `(…, queries, keys)`, given or still to be computed."""
+
+    lead: tuple[int, ...]  # what stands before queries and keys: samples, windows, heads
+    queries: int
+    keys: int
+    weights: Tensor | None = None  # (prod(lead), queries, keys)
+    q: Tensor | None = None  # (*lead, queries, width)
+    k: Tensor | None = None  # (*lead, keys, width), fewer heads where they are shared
+    bias: Tensor | None = None  # broadcastable to (*lead, queries, keys); boolean: True may be seen
+    causal: bool = False
+    scale: float = 1.0
+
+    @property
+    def groups(self) -> int:
+        n = 1
+        for size in self.lead:
+            n *= size
+        return n
+
+    @property
+    def kv_heads(self) -> int | None:
+        return self.k.shape[-3] if self.k is not None and self.k.dim() > 3 else None
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """(which groups, which queries, their rows in float32 or better, how many keys each row may see)."""
+        item = 8 if self.dtype == torch.float64 else 4
+        rows = max(1, min(self.queries, BLOCK_BYTES // (item * self.keys)))
+        if self.weights is not None:
+            step = max(1, BLOCK_BYTES // (item * self.keys * rows))
+            for g in range(0, self.groups, step):
+                for r in range(0, self.queries, rows):
+                    p = self.weights[g : g + step, r : r + rows]
+                    p = p.to(self.dtype)
+                    yield slice(g, g + p.shape[0]), slice(r, r + p.shape[1]), p, (p > 0).sum(-1)
+            return
+        assert self.q is not None and self.k is not None
+        inner = self.groups // self.lead[0]
+        step = max(1, BLOCK_BYTES // (item * self.keys * rows * inner))
+        if step == 1:
+            rows = max(1, min(rows, BLOCK_BYTES // (item * self.keys * inner)))
+        repeats = self.lead[-1] // self.k.shape[-3]
+        for b in range(0, self.lead[0], step):
+            k = self.k[b : b + step]
+            if repeats > 1:
+                k = k.repeat_interleave(repeats, dim=-3)
+            k = k.to(self.dtype).mT
+            for r in range(0, self.queries, rows):
+                q = self.q[b : b + step, ..., r : r + rows, :].to(self.dtype)
+                scores = torch.matmul(q * self.scale, k)
+                seen = self._hide(scores, b, r)
+                p = torch.softmax(scores, dim=-1)
+                if self.bias is not None:
+                    p = p.nan_to_num(0.0)  # a row that may see nothing
+                start = b * inner
+                p = p.flatten(0, -3)
+                yield slice(start, start + p.shape[0]), slice(r, r + p.shape[1]), p, seen.expand(*scores.shape[:-1]).flatten(0, -2)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        tensor = self.weights if self.weights is not None else self.q
+        return torch.float64 if tensor is not None and tensor.dtype == torch.float64 else torch.float32
+
+    def _hide(self, scores: Tensor, b: int, r: int) -> Tensor:
+        """Mask `scores` in place; how many keys each row may see."""
+        seen = None
+        if self.bias is not None:
+            bias = self.bias
+            if bias.dim() < scores.dim():
+                bias = bias.reshape((1,) * (scores.dim() - bias.dim()) + tuple(bias.shape))
+            bias = bias[b : b + scores.shape[0]] if bias.shape[0] > 1 else bias
+            bias = bias[..., r : r + scores.shape[-2], :] if bias.shape[-2] > 1 else bias
+            if bias.dtype == torch.bool:
+                scores.masked_fill_(~bias, float("-inf"))
+                seen = bias.expand(*bias.shape[:-1], self.keys).sum(-1)
+            else:
+                scores += bias
+                lowest = torch.finfo(bias.dtype).min / 2
+                seen = (bias > lowest).expand(*bias.shape[:-1], self.keys).sum(-1)
+        if self.causal:
+            row = torch.arange(r, r + scores.shape[-2], device=scores.device)
+            hidden = torch.arange(self.keys, device=scores.device) > row.unsqueeze(-1)
+            scores.masked_fill_(hidden, float("-inf"))
+            below = (row + 1).clamp(max=self.keys)
+            seen = below if seen is None else torch.minimum(seen, below)
+        if seen is None:
+            seen = torch.full((1,), self.keys, device=scores.device)
+        return seen
+
+
+def from_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
+    """Read the call of a fused kernel by the names in its schema, which the kernels share."""
+    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    if "qkv_weight" in named:
+        return _from_layer(named)
+    q, k = named["query"], named["key"]
+    bias = named.get("attn_mask") if named.get("attn_mask") is not None else named.get("attn_bias")
+    scale = named.get("scale")
+    return Attention(
+        lead=tuple(q.shape[:-2]),
+        queries=q.shape[-2],
+        keys=k.shape[-2],
+        q=q,
+        k=k,
+        bias=bias,
+        causal=bool(named.get("is_causal", False)),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
+
+
+def _from_layer(named: dict[str, Any]) -> Attention:
+    """A whole layer (or nn.MultiheadAttention) in one kernel: project the queries and keys as it does."""
+    x = named.get("src", named.get("query"))
+    assert x is not None
+    heads = named.get("num_heads", named.get("num_head"))
+    assert isinstance(heads, int)
+    present = None
+    if x.is_nested:
+        lengths = x._nested_tensor_size()[:, 0].to(x.device)
+        x = x.to_padded_tensor(0.0)
+        present = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    if named.get("norm_first"):
+        x = torch.nn.functional.layer_norm(x, x.shape[-1:], named["norm_weight_1"], named["norm_bias_1"], named["eps"])
+    qkv = torch.nn.functional.linear(x, named["qkv_weight"], named["qkv_bias"])
+    q, k, _ = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    mask, kind = named.get("mask"), named.get("mask_type")
+    bias = present[:, None, None] if present is not None else None
+    if mask is not None:  # True hides; type 0: queries × keys, 1: samples × keys, 2: all four axes
+        shown = mask.logical_not() if mask.dtype == torch.bool else mask
+        bias = shown if kind == 0 or shown.dim() == 4 else shown[:, None, None]
+    return Attention(tuple(q.shape[:-2]), q.shape[-2], k.shape[-2], q=q, k=k, bias=bias, scale=q.shape[-1] ** -0.5)
+
+
+def key_mask(attention: Attention) -> Tensor | None:
+    """`(samples, keys)`: False for a key that no query may see, i.e. padding; None where no mask tells."""
+    bias = attention.bias
+    if bias is None or bias.dim() != 4 or bias.shape[0] not in (1, attention.lead[0]) or bias.shape[-2] == 1 == attention.queries:
+        return None
+    shown = bias if bias.dtype == torch.bool else bias > torch.finfo(bias.dtype).min / 2
+    return shown.any(dim=-2).any(dim=1).expand(attention.lead[0], attention.keys)
+
+
+def row_mask(attention: Attention, mask: Tensor | None) -> Tensor | None:
+    """A `(samples, queries)` mask for every group, `(groups, queries)`."""
+    if mask is None or mask.shape != (attention.lead[0], attention.queries):
+        return None
+    middle = (1,) * (len(attention.lead) - 1)
+    wide = mask.view(mask.shape[0], *middle, mask.shape[1])
+    return wide.expand(*attention.lead, attention.queries).reshape(attention.groups, attention.queries)
+
+
+def head_metrics(attention: Attention, mask: Tensor | None = None) -> Tensor:
+    """`(len(HEAD_METRICS), groups)` over the rows that `mask` `(samples, queries)` admits.
+
+    entropy: mean over rows of the row's entropy over that of a uniform row on the keys it may see (0 one key, 1 uniform).
+    residual: ‖P − 1pᵀ‖ / ‖P‖, Frobenius, p the mean row. sink: mean weight on the first token.
+    """
+    rows_in = row_mask(attention, mask)
+    device = (attention.weights if attention.weights is not None else attention.q).device  # type: ignore[union-attr]
+    total = torch.zeros(4, attention.groups, dtype=attention.dtype, device=device)  # entropy, its rows, squares, rows
+    sums = torch.zeros(attention.groups, attention.keys, dtype=attention.dtype, device=device)
+    shift: Tensor | None = None
+    for groups, rows, p, seen in attention.blocks():
+        keep = None if rows_in is None else rows_in[groups, rows]
+        seen = seen.view(p.shape[:-1])
+        entropy = torch.special.entr(p).sum(-1) / seen.log()
+        told = seen > 1 if keep is None else (seen > 1) & keep
+        if shift is None or rows.start == 0:
+            # Squares are summed about the first rows' mean: near-uniform rows would cancel otherwise.
+            shift = p.mean(1, keepdim=True)
+        off = p - shift
+        if keep is not None:
+            off = off.masked_fill_(~keep.unsqueeze(-1), 0.0)
+        sums[groups] += off.sum(1)
+        total[0, groups] += entropy.masked_fill(~told, 0.0).sum(1)
+        total[1, groups] += told.sum(1)
+        total[2, groups] += torch.linalg.vector_norm(off, dim=(1, 2)).square()
+        total[3, groups] += p.shape[1] if keep is None else keep.sum(1)
+        if rows.stop == attention.queries:
+            n = total[3, groups]
+            about = sums[groups]
+            squares = (total[2, groups] - about.square().sum(1) / n).clamp(min=0.0)  # ‖P − 1pᵀ‖²
+            mean = shift.squeeze(1) + about / n.unsqueeze(1)
+            sums[groups] = mean
+            size = squares + n * mean.square().sum(1)
+            total[2, groups] = (squares / size).sqrt().masked_fill(n < 2, float("nan"))
+    first: Tensor = sums[:, 0]
+    if rows_in is not None and attention.queries == attention.keys:
+        first = sums.gather(1, rows_in.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1)
+    return torch.stack((total[0] / total[1], total[2], first))
+
+
+def matrix(attention: Attention) -> Tensor:
+    """All of it, `(groups, queries, keys)`: what `keep=("attention",)` stores."""
+    if attention.weights is not None:
+        return attention.weights.detach().clone()
+    out: Tensor | None = None
+    for groups, rows, p, _ in attention.blocks():
+        if out is None:
+            out = p.new_empty(attention.groups, attention.queries, attention.keys)
+        out[groups, rows] = p
+    assert out is not None
+    return out
+
+
+def spectral_gap(attention: Attention, mask: Tensor | None = None, steps: int = 32) -> Tensor:
+    """`(1, groups)`: 1 − σ₂/σ₁ of each matrix, by power iteration on two vectors at a time; 1 for a matrix of rank 1."""
+    rows_in = row_mask(attention, mask)
+    dtype, keys = attention.dtype, attention.keys
+    device = (attention.weights if attention.weights is not None else attention.q).device  # type: ignore[union-attr]
+    place = torch.arange(keys, dtype=dtype, device=device)
+    start = torch.stack((torch.ones_like(place), torch.cos(2.4 * place)), dim=1)
+    v = start.expand(attention.groups, keys, 2)
+    sizes = v.new_ones(attention.groups, 2)
+    for _ in range(steps):
+        v = _orthonormal(v)
+        image = torch.zeros_like(v)
+        for groups, rows, p, _ in attention.blocks():
+            if rows_in is not None:
+                p = p * rows_in[groups, rows].unsqueeze(-1)
+            image[groups] += torch.bmm(p.mT, torch.bmm(p, v[groups]))
+        sizes = torch.linalg.vecdot(v, image, dim=1).clamp(min=0.0)
+        v = image
+    return (1.0 - (sizes[:, 1] / sizes[:, 0]).sqrt()).unsqueeze(0)
+
+
+def _orthonormal(v: Tensor) -> Tensor:
+    a = v[..., 0] / torch.linalg.vector_norm(v[..., 0], dim=-1, keepdim=True).clamp(min=1e-30)
+    b = v[..., 1] - torch.linalg.vecdot(a, v[..., 1]).unsqueeze(-1) * a
+    b = b / torch.linalg.vector_norm(b, dim=-1, keepdim=True).clamp(min=1e-30)
+    return torch.stack((a, b), dim=-1)

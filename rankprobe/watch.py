@@ -1,0 +1,329 @@
+"""Visiting known sites: hooks on the modules around them, and every op seen only in the short stretch that holds a site.
+
+A *window* opens when the last module before a site is entered or left and closes at the next such event, so between the two
+there is as little as the addition or the attention kernel itself. The rest of the model runs as if nobody looked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from rankprobe.anatomy import Found
+from rankprobe.attention import Attention, from_op
+from rankprobe.discover import AttentionSite, SkipSite, Tap, Tracer, as_attention, hidden_key, influence_key, input_key
+from rankprobe.graph import op_key, tensors_in
+from rankprobe.measure import Layout, Run
+from rankprobe.metrics import Tokens
+
+__all__ = ["Forward", "Plan", "remove_mode"]
+
+
+class Visit(Protocol):
+    """What is done at a site: with an op's arguments before it runs, with its result after."""
+
+    key: str
+
+    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None: ...
+
+    def after(self, forward: Forward, out: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class VisitAttention:
+    key: str
+    operand: int | None
+    flipped: bool
+    heads: int
+    inner: int
+    decoder: bool
+
+    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None:
+        forward.run.attention(self.key, self._read(func, args, kwargs), self.decoder, self.heads, self.inner)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Attention:
+        if self.operand is None:
+            return from_op(func, args, kwargs)
+        matrix = args[self.operand].detach()
+        matrix = (matrix.mT if self.flipped else matrix).reshape(-1, *matrix.shape[-2:][:: -1 if self.flipped else 1])
+        outer = matrix.shape[0] // (self.heads * self.inner)
+        lead = (outer, self.heads) if self.inner == 1 else (outer, self.heads, self.inner)
+        return as_attention(matrix, (*lead, *matrix.shape[1:]))
+
+    def after(self, forward: Forward, out: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class VisitSkip:
+    key: str
+    skip: int
+    branch: int
+    inplace: bool
+    layout: Layout
+    decoder: bool
+    input_key: str | None  # the first of a stack: the skip is the stack's input
+    block: str | None  # the first of a block: what the block's output is compared with
+
+    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None:
+        x = args[self.skip].clone() if self.inplace else args[self.skip]
+        forward.run.skip(self.key, x, args[self.branch], self.layout, self.decoder)
+        if self.input_key is not None:
+            forward.run.hidden(self.input_key, x, self.layout, self.decoder)
+        if self.block is not None:
+            forward.begin_block(self.block, x, self.layout, self.decoder)
+
+    def after(self, forward: Forward, out: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class VisitHidden:
+    key: str
+    place: int
+    layout: Layout
+    decoder: bool
+
+    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None:
+        pass
+
+    def after(self, forward: Forward, out: Any) -> None:
+        tensors = list(tensors_in(out))
+        if self.place < len(tensors):
+            forward.run.hidden(self.key, tensors[self.place], self.layout, self.decoder, forward.blocks.pop(self.key, None))
+            forward.seen.add(self.key)
+
+
+@dataclass(slots=True)
+class Window:
+    visits: dict[str, dict[int, list[Visit]]] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
+
+    def add(self, op: str, ordinal: int, visit: Visit) -> None:
+        self.visits.setdefault(op, {}).setdefault(ordinal, []).append(visit)
+        self.keys.add(visit.key)
+
+
+class Plan:
+    """Where the sites of one way through the model are: windows by event, hidden states by module exit."""
+
+    def __init__(self, tracer: Tracer, stacks: list[list[Found]], heads: bool) -> None:
+        self.windows: dict[tuple[int, bool, int], Window] = {}
+        self.exits: dict[tuple[int, int], list[VisitHidden]] = {}
+        self.modules: list[nn.Module] = []
+        self.rename: dict[str, str] = {}  # from the tracer's keys to the sites' own
+        self.keys: set[str] = set()
+        self.missing: set[frozenset[str]] = set()
+        self.hooked: set[tuple[int, bool]] = set()
+        self._slots: dict[int, int] = {}
+        self._tracer = tracer
+        self._plan(stacks, heads)
+        del self._tracer
+
+    def _plan(self, stacks: list[list[Found]], heads: bool) -> None:
+        tracer = self._tracer
+        self._slot(tracer.calls[0].module)
+        attended: set[int] = set()
+        first_skips: dict[str, tuple[str, bool]] = {}
+        for stack in stacks:
+            for position, block in enumerate(stack):
+                if block.skips:
+                    first_skips[block.skips[0].key] = (block.key, position == 0)
+                    if position == 0:
+                        self.rename[input_key(block.skips[0].key)] = f"{block.key}/input"
+                if not heads and position == 0:
+                    attended.update(id(a) for a in block.attentions[:1])
+                self._output(block)
+        for skip in tracer.skips:
+            block_key, first = first_skips.get(skip.key, (None, False))
+            self._tap(skip.tap, _visit_skip(skip, block_key, first))
+        for site in tracer.attentions:
+            if heads or id(site) in attended:
+                self._tap(site.tap, _visit_attention(site))
+
+    def _output(self, block: Found) -> None:
+        node = block.node
+        if node is None:
+            return
+        self.rename[hidden_key(node)] = block.key
+        self.rename[influence_key(block.call.id)] = f"{block.key}/influence"
+        last = block.skips[-1] if block.skips else None
+        layout = last.layout if last else Layout()
+        decoder = last.decoder if last else False
+        if block.by_return:
+            visit = VisitHidden(block.key, block.call.output_place, layout, decoder)
+            slot = self._slot(block.call.module)
+            self.exits.setdefault((slot, block.call.nth), []).append(visit)
+            self.hooked.add((slot, False))
+            self.hooked.add((slot, True))
+            self.keys.add(block.key)
+        else:
+            tap = last.tap if last else block.attentions[-1].tap
+            self._tap(tap, VisitHidden(block.key, 0, layout, decoder))
+
+    def _slot(self, module: nn.Module) -> int:
+        if id(module) not in self._slots:
+            self._slots[id(module)] = len(self.modules)
+            self.modules.append(module)
+        return self._slots[id(module)]
+
+    def _hookable(self, number: int) -> bool:
+        calls = self._tracer.calls
+        call = self._tracer.events[number].call
+        while call >= 0:
+            if calls[call].opaque:
+                return False
+            call = calls[call].parent
+        return True
+
+    def _tap(self, tap: Tap, visit: Visit) -> None:
+        tracer, number, ordinal = self._tracer, tap.event, tap.ordinal
+        while not self._hookable(number):
+            number -= 1
+            ordinal += tracer.counts[number][tap.op]
+        event = tracer.events[number]
+        slot = self._slot(event.module)
+        window = self.windows.setdefault((slot, event.entry, event.nth), Window())
+        window.add(tap.op, ordinal, visit)
+        self.keys.add(visit.key)
+        self.hooked.add((slot, event.entry))
+        self.hooked.add((slot, True))  # entries are counted: the nth exit belongs to the nth entry
+        # The next event closes the window.
+        following = next((n for n in range(number + 1, len(tracer.events)) if self._hookable(n)), None)
+        if following is not None:
+            closer = tracer.events[following]
+            self.hooked.add((self._slot(closer.module), closer.entry))
+
+
+def _visit_attention(site: AttentionSite) -> VisitAttention:
+    return VisitAttention(site.key, site.operand, site.flipped, site.heads, site.inner, site.decoder)
+
+
+def _visit_skip(site: SkipSite, block: str | None, first: bool) -> VisitSkip:
+    name = f"{block}/input" if first else None
+    return VisitSkip(site.key, site.skip, site.branch, site.inplace, site.layout, site.decoder, name, block)
+
+
+class Forward(TorchDispatchMode):
+    """One watched forward in one thread."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, plan: Plan, run: Run) -> None:
+        super().__init__()
+        self.plan = plan
+        self.run = run
+        self.blocks: dict[str, Tokens] = {}
+        self.seen: set[str] = set()
+        self.strayed: set[str] = set()  # sites whose window did not hold them
+        self._window: Window | None = None
+        self._due: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._entered: Counter[int] = Counter()
+        self._open: dict[int, list[int]] = {}
+
+    def begin_block(self, key: str, x: Tensor, layout: Layout, decoder: bool) -> None:
+        with torch.no_grad():
+            self.blocks[key] = self.run.tokens(x, layout, decoder)
+
+    def entry(self, slot: int) -> None:
+        nth = self._entered[slot]
+        self._entered[slot] += 1
+        self._open.setdefault(slot, []).append(nth)
+        self.close()
+        self._start((slot, True, nth))
+
+    def exit(self, slot: int, out: Any) -> None:
+        self.close()
+        stack = self._open.get(slot)
+        nth = stack.pop() if stack else 0
+        for visit in self.plan.exits.get((slot, nth), ()):
+            visit.after(self, out)
+        self._start((slot, False, nth))
+
+    def _start(self, event: tuple[int, bool, int]) -> None:
+        window = self.plan.windows.get(event)
+        if window is not None:
+            self._window, self._due, self._counts = window, set(window.keys), Counter()
+            self.__enter__()
+
+    def close(self) -> None:
+        if self._window is not None:
+            self._window = None
+            remove_mode(self)
+            self.strayed |= self._due
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = op_key(func)
+        known = self._window.visits.get(name) if self._window is not None else None
+        if known is None:
+            return func(*args, **kwargs)
+        visits = known.get(self._counts[name], ())
+        self._counts[name] += 1
+        for visit in visits:
+            self._try(visit, lambda v: v.before(self, func, args, kwargs))
+        out = func(*args, **kwargs)
+        for visit in visits:
+            self._try(visit, lambda v: v.after(self, out))
+            self._due.discard(visit.key)
+            self.seen.add(visit.key)
+        return out
+
+    def _try(self, visit: Visit, do: Callable[[Visit], None]) -> None:
+        try:
+            do(visit)
+        except Exception as error:
+            if self.run.strict:
+                raise
+            self.run.problems[visit.key] = f"{type(error).__name__}: {error}"
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Take `mode` off the stack, also from under others that were entered since and are still wanted."""
+    stack = _get_current_dispatch_mode_stack()
+    if not any(m is mode for m in stack):
+        return
+    above = []
+    while stack[-1] is not mode:
+        above.append(stack.pop())
+        above[-1].__exit__(None, None, None)
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        other.__enter__()
+
+
+class Hook:
+    """A module hook that knows its probe weakly, and turns into nothing in a pickled or copied model."""
+
+    def __init__(self, probe: Any, slot: int, entry: bool) -> None:
+        self._probe = weakref.ref(probe)
+        self._slot = slot
+        self._entry = entry
+
+    def __call__(self, module: nn.Module, args: Any, out: Any = None) -> None:
+        probe = self._probe()
+        forward = probe._forward() if probe is not None else None
+        if forward is not None:
+            if self._entry:
+                forward.entry(self._slot)
+            else:
+                forward.exit(self._slot, out)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return inert, ()
+
+
+def ignore(*_: Any) -> None:
+    """What is left of a hook in a copy of a watched model."""
+
+
+def inert() -> Callable[..., None]:
+    return ignore
