@@ -9,11 +9,11 @@ from each other: an encoder, a decoder.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.text import Text
 from rich.tree import Tree
 
 from rankprobe.discover import AttentionSite, Call, SkipSite, Tracer
@@ -337,23 +337,16 @@ def _attention(site: AttentionSite) -> AttentionCall:
 
 
 def _over(site: AttentionSite, block: Found) -> str:
-    """Tokens, or features where the matrix is as large as the block has features and not as it has tokens."""
+    """Tokens, or features where the matrix has a row for each feature of a head and not for each token."""
     if not block.skips or site.cross:
         return "tokens"
-    site_layout = block.skips[0].layout
-    shape = block.skips[0].skip_node.shape
+    layout, shape = block.skips[0].layout, block.skips[0].skip_node.shape
     if len(shape) < 3:
         return "tokens"
-    features = shape[1] if site_layout.channels_first else shape[-1]
-    tokens = 1
-    for size in shape:
-        tokens *= size
-    tokens //= features
-    groups = 1
-    for size in site.lead:
-        groups *= size
-    over_tokens = (groups // max(site.heads, 1)) * site.queries % tokens == 0
-    return "features" if not over_tokens and features % site.queries == 0 else "tokens"
+    features = shape[1] if layout.channels_first else shape[-1]
+    tokens = math.prod(shape) // features // shape[0]
+    windows = math.prod(site.lead) // site.heads > shape[0]
+    return "features" if site.heads * site.queries == features and site.queries != tokens and not windows else "tokens"
 
 
 def _skip(site: SkipSite, block: Found | None, position: int, calls: dict[int, AttentionCall]) -> Skip:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.attention import Attention, from_op
-from rankprobe.graph import Graph, Kind, Node, between, kind_of, op_key, tensors_in, terms, written_arguments
+from rankprobe.graph import Graph, Kind, Node, between, kind_of, moved_from, op_key, shape_of, tensors_in, terms, written_arguments
 from rankprobe.measure import Layout, Run, arrange, by_head
 from rankprobe.metrics import Tokens
 from rankprobe.padding import is_decoder_argument, named_arguments
@@ -172,7 +172,9 @@ class Tracer(TorchDispatchMode):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, value in named_arguments(root, args, kwargs):
             for tensor in tensors_in(value):
-                self._source(tensor).decoder |= is_decoder_argument(name)
+                node = self._source(tensor)
+                node.decoder |= is_decoder_argument(name)
+                node.stream |= tensor.is_floating_point() and "mask" not in name
         self.enter(root)
 
     # -- modules --------------------------------------------------------------------------------------------------
@@ -327,18 +329,19 @@ class Tracer(TorchDispatchMode):
             return None
         first: Node | None = None
         for tensor in results:
-            node = self.graph.add(name, kind, parents, tensor.shape, self._open[-1])
+            node = self.graph.add(name, kind, parents, shape_of(tensor), self._open[-1])
             node.weight = bool(parents) and (
                 all(p.weight for p in parents) or (name in _KEEPS_WEIGHT and parents[0].weight and len(parents[0].shape) > 2)
             )
-            node.by_weight = kind is Kind.MULTIPLY and any(p.weight for p in parents)
+            node.by_weight = kind in (Kind.MULTIPLY, Kind.ATTENTION) and any(p.weight for p in parents)
             node.noise = name in ("bernoulli_", "bernoulli", "native_dropout") or (
                 name in ("div_", "div", "mul_", "_to_copy") and bool(parents) and parents[0].noise
             )
+            node.stream = node.by_weight or name == "embedding" or any(p.stream for p in parents)
             node.decoder = any(p.decoder for p in parents)
             self.graph.bind(tensor, node, written=bool(targets))
             first = first or node
-        if first is not None and first.by_weight:
+        if first is not None and first.by_weight and kind is Kind.MULTIPLY:
             self._output_projection(parents)
         return first
 
@@ -473,19 +476,24 @@ class Tracer(TorchDispatchMode):
 
     def _skip(self, operands: list[Tensor], skip: int, branch: int) -> tuple[Node, list[Node], bool] | None:
         a, b = self._source(operands[skip]), self._source(operands[branch])
+        # A branch ends in features: the product of queries and keys, to which a bias is added, does not.
+        if not any(t.by_weight or t.kind in (Kind.NORM, Kind.ATTENTION) or t.id in self._by_node for t in terms(b)):
+            return None
         way = between(a, b) if a.id < b.id else []
         if any(n.by_weight for n in way):
             return a, way, False
-        if between(b, a) if b.id < a.id else False:
+        if b.id < a.id and between(b, a):
             return None
-        # Parallel and gated blocks: what is carried over is itself a sum or product, and one of its terms is the ancestor.
+        # Parallel and gated blocks, class tokens, pooled streams: what is carried over is a sum, a product or a part of the
+        # ancestor.
         own = {term.id for term in terms(b, limit=16)}
-        for term in terms(a, limit=16):
-            if term.id in own or term.weight or term.shape != a.shape or term is a:
+        sums = [term for term in terms(a, limit=16) if term.shape == a.shape]
+        for term in (*sums, *moved_from(a)):
+            if term.id in own or term.weight or not term.stream or term is a:
                 continue
             way = between(term, b) if term.id < b.id else []
             if any(n.by_weight for n in way):
-                return term, way, True
+                return term, way, any(t.op in ("add", "add_") for t in terms(a, limit=4) if t.id > term.id)
         return None
 
     def _make_skip(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Graph", "Kind", "Node", "between", "kind_of", "op_key", "tensors_in", "terms", "written_arguments"]
+__all__ = ["Graph", "Kind", "Node", "between", "kind_of", "moved_from", "op_key", "shape_of", "tensors_in", "terms", "written_arguments"]
 
 
 class Kind(enum.Enum):
@@ -93,6 +93,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def shape_of(tensor: Tensor) -> torch.Size:
+    """A tensor's shape; empty for a nested tensor, which has none."""
+    return torch.Size() if tensor.is_nested else tensor.shape
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One value of one tensor: the op that made it and what it was made from."""
@@ -106,6 +111,7 @@ class Node:
     weight: bool = False  # a parameter, or made of parameters alone
     by_weight: bool = False  # a product with a weight
     noise: bool = False  # random numbers: dropout
+    stream: bool = False  # descends from embedded tokens: an embedding, a float input, a product with a weight
     decoder: bool = False  # descends from an argument that speaks of a decoder
 
 
@@ -164,7 +170,7 @@ class Graph:
         """The node of a tensor that nothing seen has made: an input, a parameter, a constant."""
         found = self.node(tensor)
         if found is None:
-            found = self.add(op, Kind.MOVE, (), tensor.shape, 0)
+            found = self.add(op, Kind.MOVE, (), shape_of(tensor), 0)
             found.weight = weight
             self.bind(tensor, found)
         return found
@@ -205,3 +211,13 @@ def terms(node: Node, limit: int = 64, norms: bool = False) -> Iterator[Node]:
                 if parent.id not in seen and not parent.weight:
                     seen.add(parent.id)
                     todo.append(parent)
+
+
+def moved_from(node: Node) -> Iterator[Node]:
+    """What `node` is a part, a pooling or another shape of, nearest first: through ops with one operand."""
+    while node.kind is Kind.MOVE:
+        live = [p for p in node.parents if not p.weight]
+        if len(live) != 1:
+            return
+        node = live[0]
+        yield node

@@ -118,9 +118,6 @@ class Run:
         return found
 
     def _lay_out(self, x: Tensor, layout: Layout) -> Tensor:
-        if x.is_nested:
-            self.masks.infer(_nested_mask(x))
-            return x.to_padded_tensor(0.0)
         if x.dim() == 2:
             return x.unsqueeze(0)
         if x.dim() > 3:
@@ -135,6 +132,9 @@ class Run:
     @_careful
     def hidden(self, site: str, x: Tensor, layout: Layout, decoder: bool, before: Tokens | None = None) -> None:
         with quiet(x.device):
+            if x.is_nested:
+                self.masks.infer(_nested_mask(x))
+                x = x.to_padded_tensor(0.0)
             t = self.tokens(x, layout, decoder)
             if "hidden" in self.options.keep:
                 self.hidden_states[site] = x.detach().clone()

@@ -147,7 +147,7 @@ class Report:
     def _table(self, stack: str, titled: bool) -> Table:
         table = Table(box=None, padding=(0, 1), pad_edge=False, title=escape(stack) if titled and stack else None, title_justify="left")
         has_heads = any(x.heads for x in self.layers)
-        table.add_column("layer", overflow="ellipsis", no_wrap=True, ratio=1, min_width=14)
+        table.add_column("layer", overflow="ellipsis", no_wrap=True)
         for name in ("residual", "±", "cosine", "eff.rank", "branch", "turn", *(("entropy",) if has_heads else ())):
             table.add_column(name, justify="right", no_wrap=True)
         for layer in (*(x for x in self.inputs if x.stack == stack), *(x for x in self.layers if x.stack == stack)):
@@ -155,7 +155,7 @@ class Report:
             span = f"{min(entropies):.2f}–{max(entropies):.2f}" if entropies else ""
             label = f"{layer.index:>2} {_short(layer.name)}" if layer.index >= 0 else "   input"
             cells = [
-                _number(layer.residual), _number(layer.std.get("residual", NAN), 2), _number(layer.cosine), _number(layer.effective_rank),
+                _number(layer.residual), _number(layer.std.get("residual", NAN)), _number(layer.cosine), _number(layer.effective_rank),
                 _number(layer.branch_ratio), _number(layer.block_influence), *((span,) if has_heads else ()),
             ]  # fmt: skip
             if layer.nonfinite:
@@ -170,14 +170,18 @@ LAYER_FIELDS = (
 )
 
 
-def _short(name: str, width: int = 20) -> str:
+def _short(name: str, width: int = 18) -> str:
     return name if len(name) <= width else "…" + name[-(width - 1) :]
 
 
-def _number(value: float, digits: int = 3) -> str:
+def _number(value: float) -> str:
+    """At most seven characters."""
     if math.isnan(value):
         return "–"
-    return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.{digits}f}"[: digits + 2].rstrip(".")
+    size = abs(value)
+    if size == 0 or 1e-3 <= size < 1e4:
+        return f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
+    return f"{value:.1e}"
 
 
 def make_report(probe: Probe) -> Report:

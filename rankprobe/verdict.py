@@ -71,7 +71,7 @@ def judge(report: Report) -> Verdict:
             tuple(_evidence(report, first)),
         )  # fmt: skip
     reason = f"tokens stay apart; the lowest residual is {worst.residual_fro:.3g} at layer {worst.index} ({worst.name})"
-    return Verdict("healthy", None, worst.name, reason, tuple(_evidence(report, worst)))
+    return Verdict("healthy", None, worst.name, reason)
 
 
 def _evidence(report: Report, layer: Layer) -> list[str]:
