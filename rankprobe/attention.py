@@ -58,7 +58,7 @@ class Attention:
                 for r in range(0, self.queries, rows):
                     p = self.weights[g : g + step, r : r + rows]
                     p = p.to(self.dtype)
-                    yield slice(g, g + p.shape[0]), slice(r, r + p.shape[1]), p, (p > 0).sum(-1)
+                    yield slice(g, g + p.shape[0]), slice(r, r + p.shape[1]), p, (p != 0).sum(-1)
             return
         assert self.q is not None and self.k is not None
         inner = self.groups // self.lead[0]
@@ -189,7 +189,7 @@ def head_metrics(attention: Attention, mask: Tensor | None = None) -> Tensor:
     for groups, rows, p, seen in attention.blocks():
         keep = None if rows_in is None else rows_in[groups, rows]
         seen = seen.view(p.shape[:-1])
-        entropy = torch.special.entr(p).sum(-1) / seen.log()
+        entropy = torch.special.entr(_shares(p) if attention.weights is not None else p).sum(-1) / seen.log()
         told = seen > 1 if keep is None else (seen > 1) & keep
         if shift is None or rows.start == 0:
             # Squares are summed about the first rows' mean: near-uniform rows would cancel otherwise.
@@ -214,6 +214,12 @@ def head_metrics(attention: Attention, mask: Tensor | None = None) -> Tensor:
     if rows_in is not None and attention.queries == attention.keys:
         first = sums.gather(1, rows_in.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1)
     return torch.stack((total[0] / total[1], total[2], first))
+
+
+def _shares(p: Tensor) -> Tensor:
+    """Rows as distributions: with a sink they sum to less than 1, and mixed over heads they have negative entries."""
+    size = p.abs()
+    return size / size.sum(-1, keepdim=True)
 
 
 def matrix(attention: Attention) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.attention import Attention, from_op
 from rankprobe.graph import Graph, Kind, Node, between, kind_of, moved_from, op_key, shape_of, tensors_in, terms, written_arguments
-from rankprobe.measure import Layout, Run, arrange, by_head
+from rankprobe.measure import Layout, Run, arrange, by_head, measuring, quiet
 from rankprobe.metrics import Tokens
 from rankprobe.padding import is_decoder_argument, named_arguments
 
@@ -276,6 +276,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if measuring():
+            return func(*args, **kwargs)
         name, kind = op_key(func), kind_of(func)
         tap = Tap(len(self.events) - 1, name, self.counts[-1][name])
         self.counts[-1][name] += 1
@@ -286,13 +288,14 @@ class Tracer(TorchDispatchMode):
             if "attn" in name or "attention" in name:
                 self.unknown[name] += 1
         attention = skip = None
-        if kind is Kind.ATTENTION:
-            attention = self._fused(func, args, kwargs, tap)
-        elif kind is Kind.MULTIPLY:
-            attention = self._product(name, args, tap)
-        elif name in _ADDITIONS:
-            skip = self._addition(name, args, tap)
-        dropped = self._dropout(name, args, parents, tap)
+        with quiet():
+            if kind is Kind.ATTENTION:
+                attention = self._fused(func, args, kwargs, tap)
+            elif kind is Kind.MULTIPLY:
+                attention = self._product(name, args, tap)
+            elif name in _ADDITIONS:
+                skip = self._addition(name, args, tap)
+            dropped = self._dropout(name, args, parents, tap)
 
         out = func(*args, **kwargs)
 
@@ -337,7 +340,7 @@ class Tracer(TorchDispatchMode):
             node.noise = name in ("bernoulli_", "bernoulli", "native_dropout") or (
                 name in ("div_", "div", "mul_", "_to_copy") and bool(parents) and parents[0].noise
             )
-            node.stream = node.by_weight or name == "embedding" or any(p.stream for p in parents)
+            node.stream = tensor.is_floating_point() and (node.by_weight or name == "embedding" or any(p.stream for p in parents))
             node.decoder = any(p.decoder for p in parents)
             self.graph.bind(tensor, node, written=bool(targets))
             first = first or node
@@ -458,7 +461,7 @@ class Tracer(TorchDispatchMode):
 
     def _addition(self, name: str, args: Any, tap: Tap) -> SkipSite | None:
         operands = list(args[:3]) if name.startswith("addcmul") else list(args[:2])
-        if not all(isinstance(t, Tensor) and t.is_floating_point() for t in operands):
+        if not all(isinstance(t, Tensor) and t.is_floating_point() and t.is_nested is operands[0].is_nested for t in operands):
             return None
         if name.startswith("addcmul"):  # x + gate · branch: the larger factor is the branch
             branch = 1 if operands[1].dim() >= operands[2].dim() and operands[1].shape == operands[0].shape else 2
@@ -466,7 +469,7 @@ class Tracer(TorchDispatchMode):
         else:
             sides = ((0, 1), (1, 0))
         for skip, branch in sides:
-            if operands[skip].shape != operands[branch].shape or operands[skip].dim() < 2:
+            if shape_of(operands[skip]) != shape_of(operands[branch]) or operands[skip].dim() < 2:
                 return None
             found = self._skip(operands, skip, branch)
             if found is not None:
@@ -488,7 +491,7 @@ class Tracer(TorchDispatchMode):
         # ancestor.
         own = {term.id for term in terms(b, limit=16)}
         sums = [term for term in terms(a, limit=16) if term.shape == a.shape]
-        for term in (*sums, *moved_from(a)):
+        for term in (*moved_from(a), *sums):
             if term.id in own or term.weight or not term.stream or term is a:
                 continue
             way = between(term, b) if term.id < b.id else []
@@ -622,12 +625,11 @@ def _reach(call: Attention) -> Tensor | None:
     """`(2,)`, on the device: how far back and how far ahead any query looks."""
     if call.queries != call.keys or call.causal:
         return None
-    with torch.no_grad():
-        reach: Tensor | None = None
-        for _, rows, p, _ in call.blocks():
-            seen = (p > 0).any(0)
-            row = torch.arange(rows.start, rows.start + seen.shape[0], device=p.device).unsqueeze(1)
-            ahead = torch.arange(call.keys, device=p.device) - row
-            both = torch.stack((-ahead, ahead)).masked_fill(~seen, 0).amax((1, 2))
-            reach = both if reach is None else torch.maximum(reach, both)
-        return reach
+    reach: Tensor | None = None
+    for _, rows, p, _ in call.blocks():
+        seen = (p > 0).any(0)
+        row = torch.arange(rows.start, rows.start + seen.shape[0], device=p.device).unsqueeze(1)
+        ahead = torch.arange(call.keys, device=p.device) - row
+        both = torch.stack((-ahead, ahead)).masked_fill(~seen, 0).amax((1, 2))
+        reach = both if reach is None else torch.maximum(reach, both)
+    return reach

@@ -208,7 +208,7 @@ def terms(node: Node, limit: int = 64, norms: bool = False) -> Iterator[Node]:
         limit -= 1
         if current.kind is Kind.MOVE or (norms and current.kind is Kind.NORM):
             for parent in current.parents:
-                if parent.id not in seen and not parent.weight:
+                if parent.id not in seen and parent.stream and not parent.weight:
                     seen.add(parent.id)
                     todo.append(parent)
 
@@ -217,7 +217,7 @@ def moved_from(node: Node) -> Iterator[Node]:
     """What `node` is a part, a pooling or another shape of, nearest first: through ops with one operand."""
     while node.kind is Kind.MOVE:
         live = [p for p in node.parents if not p.weight]
-        if len(live) != 1:
+        if len(live) != 1 or not live[0].stream:
             return
         node = live[0]
         yield node

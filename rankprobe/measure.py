@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
@@ -21,7 +22,7 @@ from rankprobe.attention import Attention
 from rankprobe.metrics import Tokens
 from rankprobe.padding import TokenMasks
 
-__all__ = ["HIDDEN_METRICS", "SPECTRUM_METRICS", "Options", "Run"]
+__all__ = ["HIDDEN_METRICS", "SPECTRUM_METRICS", "Layout", "Options", "Run", "measuring", "quiet"]
 
 HIDDEN_METRICS = (
     "residual",
@@ -61,15 +62,31 @@ class Layout:
     channels_first: bool = False
 
 
+class _Busy(threading.local):
+    depth = 0
+
+
+_busy = _Busy()
+
+
+def measuring() -> bool:
+    """Whether this thread is inside a measurement, whose ops are no part of the model: another probe must not see them."""
+    return _busy.depth > 0
+
+
 @contextlib.contextmanager
-def quiet(device: torch.device) -> Iterator[None]:
-    """No gradients, and no autocast to half precision."""
-    with torch.no_grad():
-        if torch.is_autocast_enabled(device.type):
-            with torch.autocast(device.type, enabled=False):
-                yield
-        else:
+def quiet() -> Iterator[None]:
+    """No gradients, no autocast to half precision, and no probe looking."""
+    _busy.depth += 1
+    try:
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for device in ("cpu", torch.accelerator.current_accelerator(check_available=False)):
+                kind = getattr(device, "type", device)
+                if kind is not None and torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             yield
+    finally:
+        _busy.depth -= 1
 
 
 def _careful(method: Callable[P, None]) -> Callable[P, None]:
@@ -107,6 +124,7 @@ class Run:
     def tokens(self, x: Tensor, layout: Layout, decoder: bool) -> Tokens:
         """`x` as (batch, tokens, features) without padding. The last few are remembered: a block's output is the next
         one's skip."""
+        x = self._padded(x)
         place = (x.data_ptr() if not _is_fake(x) else id(x), x.shape, x.stride(), None if x.is_inference() else x._version)
         for known, held, found in self._recent:
             if known == place and held.device == x.device:
@@ -116,6 +134,12 @@ class Run:
         found = Tokens(laid, mask)
         self._recent = [*self._recent[-1:], (place, x, found)]
         return found
+
+    def _padded(self, x: Tensor) -> Tensor:
+        if not x.is_nested:
+            return x
+        self.masks.infer(_nested_mask(x))
+        return x.to_padded_tensor(0.0)
 
     def _lay_out(self, x: Tensor, layout: Layout) -> Tensor:
         if x.dim() == 2:
@@ -131,13 +155,10 @@ class Run:
 
     @_careful
     def hidden(self, site: str, x: Tensor, layout: Layout, decoder: bool, before: Tokens | None = None) -> None:
-        with quiet(x.device):
-            if x.is_nested:
-                self.masks.infer(_nested_mask(x))
-                x = x.to_padded_tensor(0.0)
+        with quiet():
             t = self.tokens(x, layout, decoder)
             if "hidden" in self.options.keep:
-                self.hidden_states[site] = x.detach().clone()
+                self.hidden_states[site] = self._padded(x).detach().clone()
             if t.x.shape[1] < 2:
                 self.single.add(site)
                 return
@@ -158,16 +179,15 @@ class Run:
 
     @_careful
     def skip(self, site: str, skip: Tensor, branch: Tensor, layout: Layout, decoder: bool) -> None:
-        with quiet(skip.device):
+        with quiet():
             stream = self.tokens(skip, layout, decoder)
-            size = metrics.Tokens(self._lay_out(branch.detach(), layout), stream.mask).size
+            size = metrics.Tokens(self._lay_out(self._padded(branch).detach(), layout), stream.mask).size
             self.results[site] = (size / stream.size).unsqueeze(0)
 
     @_careful
     def attention(self, site: str, call: Attention, decoder: bool, heads: int = 0, inner: int = 1) -> None:
         """`heads` 0: not known yet; results stay `(quantities, groups)` and are arranged later."""
-        device = (call.weights if call.weights is not None else call.q).device  # type: ignore[union-attr]
-        with quiet(device):
+        with quiet():
             if len(call.lead) == 1:
                 samples = self.masks.samples(call.groups, call.queries)
                 if samples:

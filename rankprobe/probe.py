@@ -26,7 +26,7 @@ from rankprobe import metrics
 from rankprobe.anatomy import Anatomy, Stack, dissect
 from rankprobe.discover import Tracer
 from rankprobe.errors import RankprobeError
-from rankprobe.measure import Options, Run
+from rankprobe.measure import Options, Run, quiet
 from rankprobe.moments import Moments
 from rankprobe.padding import TokenMasks
 from rankprobe.report import Report, make_report
@@ -189,14 +189,13 @@ class Probe:
         if current is None or failed:
             return
         if isinstance(current, Tracer):
-            with torch.no_grad():
+            with quiet():
                 current.finish(out)
             self._learn(current)
         else:
             assert isinstance(current, Forward)
-            with torch.no_grad():
-                current.exit(0, out)
-                current.close()
+            current.exit(0, out)
+            current.close()
             self._follow(current)
         self._commit(current.run)
 
@@ -263,7 +262,7 @@ class Probe:
             ] += 1
 
     def _commit(self, run: Run) -> None:
-        with torch.no_grad(), self._lock:
+        with quiet(), self._lock:
             self.forwards += 1
             if run.results:
                 self.moments.add(run.results)

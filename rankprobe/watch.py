@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -20,7 +19,7 @@ from rankprobe.anatomy import Found
 from rankprobe.attention import Attention, from_op
 from rankprobe.discover import AttentionSite, SkipSite, Tap, Tracer, as_attention, hidden_key, influence_key, input_key
 from rankprobe.graph import op_key, tensors_in
-from rankprobe.measure import Layout, Run
+from rankprobe.measure import Layout, Run, measuring, quiet
 from rankprobe.metrics import Tokens
 
 __all__ = ["Forward", "Plan", "remove_mode"]
@@ -230,8 +229,7 @@ class Forward(TorchDispatchMode):
         self._open: dict[int, list[int]] = {}
 
     def begin_block(self, key: str, x: Tensor, layout: Layout, decoder: bool) -> None:
-        with torch.no_grad():
-            self.blocks[key] = self.run.tokens(x, layout, decoder)
+        self.blocks[key] = self.run.tokens(x, layout, decoder)
 
     def entry(self, slot: int) -> None:
         nth = self._entered[slot]
@@ -264,7 +262,7 @@ class Forward(TorchDispatchMode):
         kwargs = kwargs or {}
         name = op_key(func)
         known = self._window.visits.get(name) if self._window is not None else None
-        if known is None:
+        if known is None or measuring():
             return func(*args, **kwargs)
         visits = known.get(self._counts[name], ())
         self._counts[name] += 1
@@ -279,7 +277,8 @@ class Forward(TorchDispatchMode):
 
     def _try(self, visit: Visit, do: Callable[[Visit], None]) -> None:
         try:
-            do(visit)
+            with quiet():
+                do(visit)
         except Exception as error:
             if self.run.strict:
                 raise

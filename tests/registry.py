@@ -18,14 +18,12 @@ Batch = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     name: str
-    build: Callable[[], nn.Module]
+    build: Callable[..., nn.Module]
     batch: Callable[[], Batch]
     blocks: int  # what the model's own config says
     attentions: int
     mlps: int
     oracle: str = ""  # "hf": the library returns attentions and hidden states
-    eager: bool = True  # the library's own eager path computes the same attention
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     why: str = ""  # the reason for what is left out
 
 
@@ -45,13 +43,13 @@ def pixels(size: int, samples: int = 2, name: str = "pixel_values", channels: in
     return lambda: {name: torch.randn(samples, channels, size, size, generator=torch.Generator().manual_seed(7))}
 
 
-def _hf(kind: str, auto: str, **config: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
+def _hf(kind: str, auto: str, **config: Any) -> Callable[..., nn.Module]:
+    def build(**options: Any) -> nn.Module:
         import transformers
 
         torch.manual_seed(0)
         made = transformers.AutoConfig.for_model(kind, **config)
-        return getattr(transformers, auto).from_config(made).eval()
+        return getattr(transformers, auto).from_config(made, **options).eval()
 
     return build
 
