@@ -7,9 +7,9 @@
     print(probe.report())
 """
 
+from rankprobe._version import __version__
 from rankprobe.errors import RankprobeError
 from rankprobe.probe import Probe, attach
 from rankprobe.report import Report, load
 
-__all__ = ["Probe", "RankprobeError", "Report", "attach", "load"]
-__version__ = "0.1.0"
+__all__ = ["Probe", "RankprobeError", "Report", "__version__", "attach", "load"]

@@ -1,0 +1,3 @@
+from rankprobe.cli import main
+
+main()
