@@ -7,6 +7,7 @@ difference; `head_metrics` and `matrix` work on either.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ __all__ = ["HEAD_METRICS", "SPECTRAL_METRICS", "Attention", "from_op", "head_met
 HEAD_METRICS = ("entropy", "residual", "sink")
 SPECTRAL_METRICS = ("spectral_gap",)
 
-# Bytes of attention rows computed at a time. A few such blocks are alive at once.
-BLOCK_BYTES = 8 << 20
+# Bytes of attention rows computed at a time: what stays in a core's cache, or what fills an accelerator. A few such blocks are
+# alive at once.
+BLOCK_BYTES = {"cpu": 1 << 20, "other": 8 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,21 @@ class Attention:
     def kv_heads(self) -> int | None:
         return self.k.shape[-3] if self.k is not None and self.k.dim() > 3 else None
 
+    def repeated(self, parts: list[Tensor], count: int) -> Attention:
+        """`count` calls like this one as one: `parts` are their matrices, or their queries and keys, laid end to end."""
+        given = {"weights": parts[0]} if self.weights is not None else {"q": parts[0], "k": parts[1]}
+        bias = self.bias
+        if bias is not None and bias.dim() == len(self.lead) + 2 and bias.shape[0] > 1:
+            bias = bias.repeat(count, *(1,) * (bias.dim() - 1))
+        return dataclasses.replace(self, lead=(self.lead[0] * count, *self.lead[1:]), bias=bias, **given)
+
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """(which groups, which queries, their rows in float32 or better, how many keys each row may see)."""
         item = 8 if self.dtype == torch.float64 else 4
-        rows = max(1, min(self.queries, BLOCK_BYTES // (item * self.keys)))
+        block = BLOCK_BYTES["cpu" if self.device.type == "cpu" else "other"]
+        rows = max(1, min(self.queries, block // (item * self.keys)))
         if self.weights is not None:
-            step = max(1, BLOCK_BYTES // (item * self.keys * rows))
+            step = max(1, block // (item * self.keys * rows))
             for g in range(0, self.groups, step):
                 for r in range(0, self.queries, rows):
                     p = self.weights[g : g + step, r : r + rows]
@@ -62,9 +73,9 @@ class Attention:
             return
         assert self.q is not None and self.k is not None
         inner = self.groups // self.lead[0]
-        step = max(1, BLOCK_BYTES // (item * self.keys * rows * inner))
+        step = max(1, block // (item * self.keys * rows * inner))
         if step == 1:
-            rows = max(1, min(rows, BLOCK_BYTES // (item * self.keys * inner)))
+            rows = max(1, min(rows, block // (item * self.keys * inner)))
         repeats = self.lead[-1] // self.k.shape[-3]
         for b in range(0, self.lead[0], step):
             k = self.k[b : b + step]
@@ -83,9 +94,18 @@ class Attention:
                 yield slice(start, start + p.shape[0]), slice(r, r + p.shape[1]), p, seen.expand(*scores.shape[:-1]).flatten(0, -2)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def _given(self) -> Tensor:
         tensor = self.weights if self.weights is not None else self.q
-        return torch.float64 if tensor is not None and tensor.dtype == torch.float64 else torch.float32
+        assert tensor is not None
+        return tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self._given.dtype == torch.float64 else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self._given.device
 
     def _hide(self, scores: Tensor, b: int, r: int) -> Tensor:
         """Mask `scores` in place; how many keys each row may see."""
@@ -182,7 +202,7 @@ def head_metrics(attention: Attention, mask: Tensor | None = None) -> Tensor:
     residual: ‖P − 1pᵀ‖ / ‖P‖, Frobenius, p the mean row. sink: mean weight on the first token.
     """
     rows_in = row_mask(attention, mask)
-    device = (attention.weights if attention.weights is not None else attention.q).device  # type: ignore[union-attr]
+    device = attention.device
     total = torch.zeros(4, attention.groups, dtype=attention.dtype, device=device)  # entropy, its rows, squares, rows
     sums = torch.zeros(attention.groups, attention.keys, dtype=attention.dtype, device=device)
     shift: Tensor | None = None
@@ -238,8 +258,7 @@ def matrix(attention: Attention) -> Tensor:
 def spectral_gap(attention: Attention, mask: Tensor | None = None, steps: int = 32) -> Tensor:
     """`(1, groups)`: 1 − σ₂/σ₁ of each matrix, by power iteration on two vectors at a time; 1 for a matrix of rank 1."""
     rows_in = row_mask(attention, mask)
-    dtype, keys = attention.dtype, attention.keys
-    device = (attention.weights if attention.weights is not None else attention.q).device  # type: ignore[union-attr]
+    dtype, keys, device = attention.dtype, attention.keys, attention.device
     place = torch.arange(keys, dtype=dtype, device=device)
     start = torch.stack((torch.ones_like(place), torch.cos(2.4 * place)), dim=1)
     v = start.expand(attention.groups, keys, 2)

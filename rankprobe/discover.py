@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.attention import Attention, from_op
 from rankprobe.graph import Graph, Kind, Node, between, kind_of, moved_from, op_key, shape_of, tensors_in, terms, written_arguments
-from rankprobe.measure import Layout, Run, arrange, by_head, measuring, quiet
-from rankprobe.metrics import Tokens
+from rankprobe.measure import Held, Layout, Run, arrange, by_head, measuring, quiet
 from rankprobe.padding import is_decoder_argument, named_arguments
 
 __all__ = ["AttentionSite", "Call", "Event", "SkipSite", "Tap", "Tracer"]
@@ -68,7 +67,7 @@ class Call:
     exit: int = -1
     output: Node | None = None
     output_place: int = -1  # which of the tensors it returned is the hidden state
-    before: Tokens | None = None  # the stream at its first skip connection
+    before: Held | None = None  # the stream at its first skip connection
     shapes: Counter[str] = field(default_factory=Counter)
 
 
@@ -168,6 +167,7 @@ class Tracer(TorchDispatchMode):
         self._by_node: dict[int, AttentionSite] = {}
         self._last: dict[int, SkipSite] = {}  # by call: the newest skip connection inside
         self._sites: Counter[str] = Counter()
+        self._measured: set[int] = set()  # nodes
         self._parameters = {p.untyped_storage()._cdata for p in root.parameters() if not p.is_nested}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, value in named_arguments(root, args, kwargs):
@@ -221,6 +221,7 @@ class Tracer(TorchDispatchMode):
     def finish(self, output: Any) -> None:
         """The root returned."""
         self._hidden(self.calls[0], output)
+        self.run.finish()
         for site in self.attentions:
             site.settle()
             if site.key in self.run.results:
@@ -256,21 +257,15 @@ class Tracer(TorchDispatchMode):
                 if tensor.dim() != 3 or not any(a.id in inside for a in _near(node)):
                     continue
             call.output, call.output_place = node, place
-            key = hidden_key(node)
-            if key not in self.run.results or before is not None:
-                self.run.hidden(key, tensor, layout, decoder)
-                if before is not None:
-                    self._influence(f"{call.id}", tensor, layout, decoder, before)
+            self._measure_hidden(node, tensor, layout, decoder)
+            if before is not None:
+                self.run.influence(influence_key(call.id), before, tensor, layout, decoder)
             return
 
-    def _influence(self, key: str, tensor: Tensor, layout: Layout, decoder: bool, before: Tokens) -> None:
-        kept, self.run.hidden_states = self.run.hidden_states, {}
-        results, self.run.results = self.run.results, {}
-        self.run.hidden(key, tensor, layout, decoder, before)
-        found = self.run.results.get(f"{key}/influence")
-        self.run.results, self.run.hidden_states = results, kept
-        if found is not None:
-            self.run.results[influence_key(int(key))] = found
+    def _measure_hidden(self, node: Node, tensor: Tensor, layout: Layout, decoder: bool) -> None:
+        if node.id not in self._measured:
+            self._measured.add(node.id)
+            self.run.hidden(hidden_key(node), tensor, layout, decoder)
 
     # -- ops ------------------------------------------------------------------------------------------------------
 
@@ -311,7 +306,7 @@ class Tracer(TorchDispatchMode):
             for number in self._open:
                 self._last[number] = skip
             result = next(iter(tensors_in(out)))
-            self.run.hidden(hidden_key(node), result, skip.layout, skip.decoder)
+            self._measure_hidden(node, result, skip.layout, skip.decoder)
         return out
 
     def _source(self, tensor: Tensor) -> Node:
@@ -537,7 +532,7 @@ class Tracer(TorchDispatchMode):
         for number in self._open:
             call = self.calls[number]
             if call.before is None and self._last.get(number) is None:
-                call.before = self.run.tokens(x, site.layout, site.decoder)
+                call.before = self.run.hold(x, site.layout, site.decoder)
         self.skips.append(site)
         return site
 

@@ -6,10 +6,10 @@ for the device, draws random numbers or keeps a graph for gradients.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
@@ -22,7 +22,7 @@ from rankprobe.attention import Attention
 from rankprobe.metrics import Tokens
 from rankprobe.padding import TokenMasks
 
-__all__ = ["HIDDEN_METRICS", "SPECTRUM_METRICS", "Layout", "Options", "Run", "measuring", "quiet"]
+__all__ = ["HIDDEN_METRICS", "SPECTRUM_METRICS", "Held", "Layout", "Options", "Run", "measuring", "quiet"]
 
 HIDDEN_METRICS = (
     "residual",
@@ -34,6 +34,10 @@ HIDDEN_METRICS = (
     "unfinished",
 )
 SPECTRUM_METRICS = ("stable_rank",)
+
+# Elements up to which a measurement is put off and done together with others, and how many may wait in all: 16 MB.
+SMALL = 1 << 16
+WAITING = 1 << 22
 
 P = ParamSpec("P")
 
@@ -74,19 +78,26 @@ def measuring() -> bool:
     return _busy.depth > 0
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No gradients, no autocast to half precision, and no probe looking."""
-    _busy.depth += 1
-    try:
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            for device in ("cpu", torch.accelerator.current_accelerator(check_available=False)):
-                kind = getattr(device, "type", device)
-                if kind is not None and torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
-    finally:
+class quiet:
+    """No gradients, no autocast to half precision, and no probe looking. Entered at every site, so it is kept lean."""
+
+    __slots__ = ("_autocast", "_grad")
+
+    def __enter__(self) -> None:
+        _busy.depth += 1
+        if _busy.depth == 1:
+            self._grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
+            self._autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+            for kind in self._autocast:
+                torch.set_autocast_enabled(kind, False)
+
+    def __exit__(self, *_: object) -> None:
         _busy.depth -= 1
+        if _busy.depth == 0:
+            torch._C._set_grad_enabled(self._grad)
+            for kind in self._autocast:
+                torch.set_autocast_enabled(kind, True)
 
 
 def _careful(method: Callable[P, None]) -> Callable[P, None]:
@@ -106,34 +117,63 @@ def _careful(method: Callable[P, None]) -> Callable[P, None]:
     return careful
 
 
+class Held:
+    """A hidden state as (batch, tokens, features) with its token mask, kept until it is measured."""
+
+    def __init__(self, x: Tensor, mask: Tensor | None) -> None:
+        self.small = x.numel() <= SMALL
+        self.x = x.clone() if self.small else x  # what is measured later must not change until then
+        self.mask = mask
+
+    @functools.cached_property
+    def tokens(self) -> Tokens:
+        return Tokens(self.x, self.mask)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Measurements put off because they look alike: one function for all, and for each its tensors and where its rows go."""
+
+    measure: Callable[[list[Tensor], int], Tensor]
+    parts: list[tuple[Tensor, ...]] = field(default_factory=list)
+    stores: list[Callable[[Tensor], None]] = field(default_factory=list)
+    sites: list[str] = field(default_factory=list)
+
+
 @dataclass
 class Run:
-    """Results of one forward, by site: `(quantities, samples)` each."""
+    """Results of one forward, by site: `(quantities, samples)` each.
+
+    Where tensors are small, what a measurement costs is its dozens of ops and not their arithmetic. Those are put off, and
+    the sites of a forward that look alike are measured together by `finish`.
+    """
 
     options: Options
     masks: TokenMasks
+    strict: bool = False
     results: dict[str, Tensor] = field(default_factory=dict)
     attentions: dict[str, Tensor] = field(default_factory=dict)
     hidden_states: dict[str, Tensor] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     single: set[str] = field(default_factory=set)  # sites that had one token only
-    strict: bool = False
-    _shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the last self-attention: groups, inner groups, queries, keys
-    _recent: list[tuple[tuple[Any, ...], Tensor, Tokens]] = field(default_factory=list)
+    _shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the last attention: groups, groups a sample, queries, keys
+    _recent: list[tuple[tuple[Any, ...], Tensor, Held]] = field(default_factory=list)
+    _later: dict[tuple[Any, ...], _Batch] = field(default_factory=dict)
+    _waiting: int = 0
 
-    def tokens(self, x: Tensor, layout: Layout, decoder: bool) -> Tokens:
-        """`x` as (batch, tokens, features) without padding. The last few are remembered: a block's output is the next
-        one's skip."""
+    # -- hidden states --------------------------------------------------------------------------------------------
+
+    def hold(self, x: Tensor, layout: Layout, decoder: bool) -> Held:
+        """The last two are remembered: a block's output is the next one's skip."""
         x = self._padded(x)
         place = (x.data_ptr() if not _is_fake(x) else id(x), x.shape, x.stride(), None if x.is_inference() else x._version)
-        for known, held, found in self._recent:
-            if known == place and held.device == x.device:
-                return found
+        for known, own, held in self._recent:
+            if known == place and own.device == x.device:
+                return held
         laid = self._lay_out(x.detach(), layout)
-        mask = self.masks.find(laid.shape[0], laid.shape[1], decoder, self._shape[3])
-        found = Tokens(laid, mask)
-        self._recent = [*self._recent[-1:], (place, x, found)]
-        return found
+        held = Held(laid, self.masks.find(laid.shape[0], laid.shape[1], decoder, self._shape[3]))
+        self._recent = [*self._recent[-1:], (place, x, held)]
+        return held
 
     def _padded(self, x: Tensor) -> Tensor:
         if not x.is_nested:
@@ -148,41 +188,63 @@ class Run:
             return x.flatten(2).mT if layout.channels_first else x.flatten(1, -2)
         if layout.channels_first:
             return x.mT
-        groups, heads, queries, _ = self._shape
+        groups, each, queries, _ = self._shape
         first, second = x.shape[0], x.shape[1]
-        sequence_first = first == queries != second and groups % second == 0 and (heads == 0 or second * heads == groups)
+        sequence_first = first == queries != second and groups % second == 0 and (each == 0 or second * each == groups)
         return x.transpose(0, 1) if sequence_first else x
 
     @_careful
-    def hidden(self, site: str, x: Tensor, layout: Layout, decoder: bool, before: Tokens | None = None) -> None:
+    def hidden(self, site: str, x: Tensor, layout: Layout, decoder: bool) -> None:
         with quiet():
-            t = self.tokens(x, layout, decoder)
+            held = self.hold(x, layout, decoder)
             if "hidden" in self.options.keep:
                 self.hidden_states[site] = self._padded(x).detach().clone()
-            if t.x.shape[1] < 2:
+            if held.x.shape[1] < 2:
                 self.single.add(site)
-                return
-            rows = [
-                metrics.residual(t, centre=self.options.centre),
-                metrics.residual(t, norm="fro"),
-                metrics.cosine(t),
-                metrics.participation_ratio(t),
-                metrics.frequency_ratio(t),
-                metrics.token_norm(t),
-                t.size.isfinite().logical_not().to(t.x.dtype),
-            ]
-            if self.options.spectrum:
-                rows.append(metrics.stable_rank(t))
-            self.results[site] = torch.stack(rows)
-            if before is not None and before.x.shape == t.x.shape:
-                self.results[f"{site}/influence"] = metrics.block_influence(before, t).unsqueeze(0)
+            else:
+                self._measure(site, self._hidden_rows, held)
+
+    @_careful
+    def influence(self, site: str, before: Held, x: Tensor, layout: Layout, decoder: bool) -> None:
+        with quiet():
+            after = self.hold(x, layout, decoder)
+            if before.x.shape == after.x.shape:
+                self._measure(site, _influence_rows, before, after)
 
     @_careful
     def skip(self, site: str, skip: Tensor, branch: Tensor, layout: Layout, decoder: bool) -> None:
         with quiet():
-            stream = self.tokens(skip, layout, decoder)
-            size = metrics.Tokens(self._lay_out(self._padded(branch).detach(), layout), stream.mask).size
-            self.results[site] = (size / stream.size).unsqueeze(0)
+            stream = self.hold(skip, layout, decoder)
+            self._measure(site, _ratio_rows, stream, Held(self._lay_out(self._padded(branch).detach(), layout), stream.mask))
+
+    def _measure(self, site: str, rows: Callable[..., Tensor], *given: Held) -> None:
+        first = given[0]
+        if not first.small:
+            self.results[site] = rows(*(held.tokens for held in given))
+            return
+
+        def together(parts: list[Tensor], count: int) -> Tensor:
+            mask = None if first.mask is None else first.mask.repeat(count, 1)
+            return rows(*(Tokens(part, mask) for part in parts))
+
+        key = (rows, first.x.shape, first.x.dtype, first.x.device, id(first.mask))
+        self._put_off(key, together, site, tuple(held.x for held in given), functools.partial(self.results.__setitem__, site))
+
+    def _hidden_rows(self, t: Tokens) -> Tensor:
+        rows = [
+            metrics.residual(t, centre=self.options.centre),
+            metrics.residual(t, norm="fro"),
+            metrics.cosine(t),
+            metrics.participation_ratio(t),
+            metrics.frequency_ratio(t),
+            metrics.token_norm(t),
+            t.size.isfinite().logical_not().to(t.x.dtype),
+        ]
+        if self.options.spectrum:
+            rows.append(metrics.stable_rank(t))
+        return torch.stack(rows)
+
+    # -- attention ------------------------------------------------------------------------------------------------
 
     @_careful
     def attention(self, site: str, call: Attention, decoder: bool, heads: int = 0, inner: int = 1) -> None:
@@ -191,18 +253,73 @@ class Run:
             if len(call.lead) == 1:
                 samples = self.masks.samples(call.groups, call.queries)
                 if samples:
-                    call = _with_lead(call, (samples, call.groups // samples))
+                    call = dataclasses.replace(call, lead=(samples, call.groups // samples))
             self.masks.infer(attn.key_mask(call))
             self._shape = (call.groups, heads * inner or (call.lead[-1] if len(call.lead) > 1 else 0), call.queries, call.keys)
-            mask = self.masks.find(call.lead[0], call.queries, decoder, call.keys)
             if "attention" in self.options.keep:
                 full = attn.matrix(call)
                 self.attentions[site] = full if not heads else by_head(full, heads, inner)
-            if self.options.heads:
-                rows = attn.head_metrics(call, mask)
-                if self.options.spectrum:
-                    rows = torch.cat((rows, attn.spectral_gap(call, mask)))
+            if not self.options.heads:
+                return
+            mask = self.masks.find(call.lead[0], call.queries, decoder, call.keys)
+
+            def store(rows: Tensor) -> None:
                 self.results[site] = rows if not heads else arrange(rows, heads, inner)
+
+            if call.groups * call.queries * call.keys > SMALL:
+                store(self._head_rows(call, mask))
+                return
+            parts = (call.weights.clone(),) if call.weights is not None else (call.q, call.k)
+
+            def together(parts: list[Tensor], count: int) -> Tensor:
+                wide = None if mask is None else mask.repeat(count, 1)
+                return self._head_rows(call.repeated(parts, count), wide)
+
+            alike = ((t.shape, t.dtype, t.device) for t in parts)  # type: ignore[union-attr]
+            key = (call.lead, call.causal, call.scale, id(call.bias), id(mask), *alike)
+            self._put_off(key, together, site, parts, store)  # type: ignore[arg-type]
+
+    def _head_rows(self, call: Attention, mask: Tensor | None) -> Tensor:
+        rows = attn.head_metrics(call, mask)
+        return torch.cat((rows, attn.spectral_gap(call, mask))) if self.options.spectrum else rows
+
+    # -- what was put off -----------------------------------------------------------------------------------------
+
+    def _put_off(
+        self, key: tuple[Any, ...], measure: Callable[[list[Tensor], int], Tensor], site: str, parts: tuple[Tensor, ...], store: Callable[[Tensor], None]
+    ) -> None:
+        batch = self._later.get(key)
+        if batch is None:
+            batch = self._later[key] = _Batch(measure)
+        batch.parts.append(parts)
+        batch.stores.append(store)
+        batch.sites.append(site)
+        self._waiting += sum(t.numel() for t in parts)
+        if self._waiting > WAITING:
+            self.finish()
+
+    def finish(self) -> None:
+        """Measure what was put off."""
+        later, self._later, self._waiting = self._later, {}, 0
+        with quiet():
+            for batch in later.values():
+                try:
+                    count = len(batch.parts)
+                    rows = batch.measure([torch.cat(part) if count > 1 else part[0] for part in zip(*batch.parts, strict=True)], count)
+                    for store, piece in zip(batch.stores, rows.split(rows.shape[1] // count, dim=1), strict=True):
+                        store(piece)
+                except Exception as error:
+                    if self.strict:
+                        raise
+                    self.problems.update(dict.fromkeys(batch.sites, f"{type(error).__name__}: {error}"))
+
+
+def _influence_rows(before: Tokens, after: Tokens) -> Tensor:
+    return metrics.block_influence(before, after).unsqueeze(0)
+
+
+def _ratio_rows(skip: Tokens, branch: Tokens) -> Tensor:
+    return metrics.branch_ratio(branch, skip).unsqueeze(0)
 
 
 def arrange(rows: Tensor, heads: int, inner: int) -> Tensor:
@@ -215,12 +332,6 @@ def by_head(full: Tensor, heads: int, inner: int) -> Tensor:
     """`(groups, queries, keys)` to `(samples, heads, queries, keys)`."""
     split = full.view(-1, heads, inner, *full.shape[1:])
     return split.transpose(1, 2).flatten(0, 1)
-
-
-def _with_lead(call: Attention, lead: tuple[int, ...]) -> Attention:
-    import dataclasses
-
-    return dataclasses.replace(call, lead=lead)
 
 
 def _nested_mask(x: Tensor) -> Tensor:

@@ -196,6 +196,7 @@ class Probe:
             assert isinstance(current, Forward)
             current.exit(0, out)
             current.close()
+            current.run.finish()
             self._follow(current)
         self._commit(current.run)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -19,8 +20,7 @@ from rankprobe.anatomy import Found
 from rankprobe.attention import Attention, from_op
 from rankprobe.discover import AttentionSite, SkipSite, Tap, Tracer, as_attention, hidden_key, influence_key, input_key
 from rankprobe.graph import op_key, tensors_in
-from rankprobe.measure import Layout, Run, measuring, quiet
-from rankprobe.metrics import Tokens
+from rankprobe.measure import Held, Layout, Run, measuring, quiet
 
 __all__ = ["Forward", "Plan", "remove_mode"]
 
@@ -96,8 +96,11 @@ class VisitHidden:
     def after(self, forward: Forward, out: Any) -> None:
         tensors = list(tensors_in(out))
         if self.place < len(tensors):
-            forward.run.hidden(self.key, tensors[self.place], self.layout, self.decoder, forward.blocks.pop(self.key, None))
+            forward.run.hidden(self.key, tensors[self.place], self.layout, self.decoder)
             forward.seen.add(self.key)
+            before = forward.blocks.pop(self.key, None)
+            if before is not None:
+                forward.run.influence(f"{self.key}/influence", before, tensors[self.place], self.layout, self.decoder)
 
 
 @dataclass(slots=True)
@@ -161,7 +164,6 @@ class Plan:
             slot = self._slot(block.call.module)
             self.exits.setdefault((slot, block.call.nth), []).append(visit)
             self.hooked.add((slot, False))
-            self.hooked.add((slot, True))
             self.keys.add(block.key)
         else:
             tap = last.tap if last else block.attentions[-1].tap
@@ -193,7 +195,6 @@ class Plan:
         window.add(tap.op, ordinal, visit)
         self.keys.add(visit.key)
         self.hooked.add((slot, event.entry))
-        self.hooked.add((slot, True))  # entries are counted: the nth exit belongs to the nth entry
         # The next event closes the window.
         following = next((n for n in range(number + 1, len(tracer.events)) if self._hookable(n)), None)
         if following is not None:
@@ -219,35 +220,32 @@ class Forward(TorchDispatchMode):
         super().__init__()
         self.plan = plan
         self.run = run
-        self.blocks: dict[str, Tokens] = {}
+        self.blocks: dict[str, Held] = {}
         self.seen: set[str] = set()
         self.strayed: set[str] = set()  # sites whose window did not hold them
         self._window: Window | None = None
         self._due: set[str] = set()
         self._counts: Counter[str] = Counter()
-        self._entered: Counter[int] = Counter()
-        self._open: dict[int, list[int]] = {}
+        self._times: Counter[tuple[int, bool]] = Counter()
 
     def begin_block(self, key: str, x: Tensor, layout: Layout, decoder: bool) -> None:
-        self.blocks[key] = self.run.tokens(x, layout, decoder)
+        self.blocks[key] = self.run.hold(x, layout, decoder)
 
     def entry(self, slot: int) -> None:
-        nth = self._entered[slot]
-        self._entered[slot] += 1
-        self._open.setdefault(slot, []).append(nth)
         self.close()
-        self._start((slot, True, nth))
+        self._start(slot, True)
 
     def exit(self, slot: int, out: Any) -> None:
         self.close()
-        stack = self._open.get(slot)
-        nth = stack.pop() if stack else 0
+        nth = self._times[slot, False]
         for visit in self.plan.exits.get((slot, nth), ()):
-            visit.after(self, out)
-        self._start((slot, False, nth))
+            self._try(visit, lambda v: v.after(self, out))
+        self._start(slot, False)
 
-    def _start(self, event: tuple[int, bool, int]) -> None:
-        window = self.plan.windows.get(event)
+    def _start(self, slot: int, entry: bool) -> None:
+        nth = self._times[slot, entry]
+        self._times[slot, entry] = nth + 1
+        window = self.plan.windows.get((slot, entry, nth))
         if window is not None:
             self._window, self._due, self._counts = window, set(window.keys), Counter()
             self.__enter__()
@@ -287,6 +285,10 @@ class Forward(TorchDispatchMode):
 
 def remove_mode(mode: TorchDispatchMode) -> None:
     """Take `mode` off the stack, also from under others that were entered since and are still wanted."""
+    depth = torch._C._len_torch_dispatch_stack()
+    if depth and torch._C._get_dispatch_stack_at(depth - 1) is mode:
+        mode.__exit__(None, None, None)
+        return
     stack = _get_current_dispatch_mode_stack()
     if not any(m is mode for m in stack):
         return

@@ -213,14 +213,14 @@ def calls(draw: st.DrawFn) -> tuple[attention.Attention, Tensor, Tensor | None]:
 @settings(max_examples=80, deadline=None)
 def test_heads_are_what_numpy_says_in_any_block_size(made: tuple[attention.Attention, Tensor, Tensor | None], block: int) -> None:
     call, p, rows = made
-    whole = attention.BLOCK_BYTES
+    whole = attention.BLOCK_BYTES["cpu"]
     try:
-        attention.BLOCK_BYTES = block
+        attention.BLOCK_BYTES["cpu"] = block
         got = attention.head_metrics(call, rows).numpy()
         given_matrix = attention.head_metrics(attention.Attention(call.lead, call.queries, call.keys, weights=p), rows).numpy()
         full = attention.matrix(call)
     finally:
-        attention.BLOCK_BYTES = whole
+        attention.BLOCK_BYTES["cpu"] = whole
     torch.testing.assert_close(full, p)
     wide = attention.row_mask(call, rows)
     want = []
