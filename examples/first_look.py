@@ -1,6 +1,6 @@
 """Rank collapse at first sight: one small transformer with its skip connections, and the same weights without.
 
-    python examples/first_look.py
+python examples/first_look.py
 """
 
 from __future__ import annotations

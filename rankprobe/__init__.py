@@ -1,10 +1,10 @@
 """rankprobe: see, layer by layer, whether the tokens inside a transformer collapse onto each other.
 
-    import rankprobe
+import rankprobe
 
-    with rankprobe.attach(model) as probe:
-        model(**batch)
-    print(probe.report())
+with rankprobe.attach(model) as probe:
+    model(**batch)
+print(probe.report())
 """
 
 from rankprobe._version import __version__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,21 @@ SPECTRAL_METRICS = ("spectral_gap",)
 
 # Bytes of attention rows computed at a time: what stays in a core's cache, or what fills an accelerator. A few such blocks are
 # alive at once.
-BLOCK_BYTES = {"cpu": 1 << 20, "other": 8 << 20}
+BLOCK_BYTES = {"cpu": 2 << 20, "other": 8 << 20}
+
+
+# A score that no softmax gives any weight, finite so that it can be multiplied with that weight.
+HIDDEN = -1e30
+
+
+class Rows(NamedTuple):
+    """A piece of attention matrices: which groups and queries, the weights, how many keys each row may see, its entropy."""
+
+    groups: slice
+    queries: slice
+    p: Tensor  # (groups, queries, keys), float32 or better
+    seen: Tensor  # (groups, queries)
+    entropy: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +64,23 @@ class Attention:
     def kv_heads(self) -> int | None:
         return self.k.shape[-3] if self.k is not None and self.k.dim() > 3 else None
 
+    def parts(self) -> tuple[Tensor, ...]:
+        """What differs from call to call: the matrix, copied lest it change, or queries and keys."""
+        if self.weights is not None:
+            return (self.weights.clone(),)
+        assert self.q is not None and self.k is not None
+        return self.q.detach(), self.k.detach()
+
     def repeated(self, parts: list[Tensor], count: int) -> Attention:
         """`count` calls like this one as one: `parts` are their matrices, or their queries and keys, laid end to end."""
-        given = {"weights": parts[0]} if self.weights is not None else {"q": parts[0], "k": parts[1]}
+        given: dict[str, Any] = {"weights": parts[0]} if self.weights is not None else {"q": parts[0], "k": parts[1]}
         bias = self.bias
         if bias is not None and bias.dim() == len(self.lead) + 2 and bias.shape[0] > 1:
             bias = bias.repeat(count, *(1,) * (bias.dim() - 1))
         return dataclasses.replace(self, lead=(self.lead[0] * count, *self.lead[1:]), bias=bias, **given)
 
-    def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """(which groups, which queries, their rows in float32 or better, how many keys each row may see)."""
+    def blocks(self, entropy: bool = False) -> Iterator[Rows]:
+        """The matrix in pieces of a size that suits the device, each group's rows in order."""
         item = 8 if self.dtype == torch.float64 else 4
         block = BLOCK_BYTES["cpu" if self.device.type == "cpu" else "other"]
         rows = max(1, min(self.queries, block // (item * self.keys)))
@@ -67,9 +88,9 @@ class Attention:
             step = max(1, block // (item * self.keys * rows))
             for g in range(0, self.groups, step):
                 for r in range(0, self.queries, rows):
-                    p = self.weights[g : g + step, r : r + rows]
-                    p = p.to(self.dtype)
-                    yield slice(g, g + p.shape[0]), slice(r, r + p.shape[1]), p, (p != 0).sum(-1)
+                    p = self.weights[g : g + step, r : r + rows].to(self.dtype)
+                    told = _entropy(p) if entropy else None
+                    yield Rows(slice(g, g + p.shape[0]), slice(r, r + p.shape[1]), p, (p != 0).sum(-1), told)
             return
         assert self.q is not None and self.k is not None
         inner = self.groups // self.lead[0]
@@ -81,17 +102,20 @@ class Attention:
             k = self.k[b : b + step]
             if repeats > 1:
                 k = k.repeat_interleave(repeats, dim=-3)
-            k = k.to(self.dtype).mT
+            k = k.to(self.dtype).flatten(0, -3).mT
+            q = (self.q[b : b + step] * self.scale).to(self.dtype).flatten(0, -3)
             for r in range(0, self.queries, rows):
-                q = self.q[b : b + step, ..., r : r + rows, :].to(self.dtype)
-                scores = torch.matmul(q * self.scale, k)
+                scores = torch.bmm(q[:, r : r + rows], k)
                 seen = self._hide(scores, b, r)
-                p = torch.softmax(scores, dim=-1)
+                top = scores.amax(-1, keepdim=True)
+                p = scores.sub_(top).exp()
+                total = p.sum(-1, keepdim=True)
+                told = (total.log() - scores.mul_(p).sum(-1, keepdim=True) / total).squeeze(-1) if entropy else None
+                p /= total
                 if self.bias is not None:
-                    p = p.nan_to_num(0.0)  # a row that may see nothing
+                    p.masked_fill_((seen == 0).unsqueeze(-1), 0.0)  # a row that may see nothing
                 start = b * inner
-                p = p.flatten(0, -3)
-                yield slice(start, start + p.shape[0]), slice(r, r + p.shape[1]), p, seen.expand(*scores.shape[:-1]).flatten(0, -2)
+                yield Rows(slice(start, start + p.shape[0]), slice(r, r + p.shape[1]), p, seen, told)
 
     @property
     def _given(self) -> Tensor:
@@ -108,30 +132,33 @@ class Attention:
         return self._given.device
 
     def _hide(self, scores: Tensor, b: int, r: int) -> Tensor:
-        """Mask `scores` in place; how many keys each row may see."""
+        """Mask and bias `scores`, (groups, rows, keys), in place; how many keys each row may see, (groups, rows)."""
         seen = None
         if self.bias is not None:
             bias = self.bias
-            if bias.dim() < scores.dim():
-                bias = bias.reshape((1,) * (scores.dim() - bias.dim()) + tuple(bias.shape))
-            bias = bias[b : b + scores.shape[0]] if bias.shape[0] > 1 else bias
+            if bias.dim() < len(self.lead) + 2:
+                bias = bias.reshape((1,) * (len(self.lead) + 2 - bias.dim()) + tuple(bias.shape))
+            lead = (scores.shape[0] * self.lead[0] // self.groups, *self.lead[1:])
+            bias = bias[b : b + lead[0]] if bias.shape[0] > 1 else bias
             bias = bias[..., r : r + scores.shape[-2], :] if bias.shape[-2] > 1 else bias
+            wide = scores.view(*lead, *scores.shape[1:])
             if bias.dtype == torch.bool:
-                scores.masked_fill_(~bias, float("-inf"))
-                seen = bias.expand(*bias.shape[:-1], self.keys).sum(-1)
+                wide.masked_fill_(~bias, HIDDEN)
+                shown = bias
             else:
-                scores += bias
-                lowest = torch.finfo(bias.dtype).min / 2
-                seen = (bias > lowest).expand(*bias.shape[:-1], self.keys).sum(-1)
+                wide += bias
+                wide.clamp_(min=HIDDEN)
+                shown = bias > torch.finfo(bias.dtype).min / 2
+            seen = shown.expand(*shown.shape[:-1], self.keys).sum(-1).expand(wide.shape[:-1]).reshape(scores.shape[:-1])
         if self.causal:
             row = torch.arange(r, r + scores.shape[-2], device=scores.device)
             hidden = torch.arange(self.keys, device=scores.device) > row.unsqueeze(-1)
-            scores.masked_fill_(hidden, float("-inf"))
+            scores.masked_fill_(hidden, HIDDEN)
             below = (row + 1).clamp(max=self.keys)
             seen = below if seen is None else torch.minimum(seen, below)
         if seen is None:
-            seen = torch.full((1,), self.keys, device=scores.device)
-        return seen
+            return torch.full((), self.keys, device=scores.device).expand(scores.shape[:-1])
+        return seen.expand(scores.shape[:-1])
 
 
 def from_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
@@ -206,10 +233,10 @@ def head_metrics(attention: Attention, mask: Tensor | None = None) -> Tensor:
     total = torch.zeros(4, attention.groups, dtype=attention.dtype, device=device)  # entropy, its rows, squares, rows
     sums = torch.zeros(attention.groups, attention.keys, dtype=attention.dtype, device=device)
     shift: Tensor | None = None
-    for groups, rows, p, seen in attention.blocks():
+    for groups, rows, p, seen, entropy in attention.blocks(entropy=True):
+        assert entropy is not None
         keep = None if rows_in is None else rows_in[groups, rows]
-        seen = seen.view(p.shape[:-1])
-        entropy = torch.special.entr(_shares(p) if attention.weights is not None else p).sum(-1) / seen.log()
+        entropy = entropy / seen.log()
         told = seen > 1 if keep is None else (seen > 1) & keep
         if shift is None or rows.start == 0:
             # Squares are summed about the first rows' mean: near-uniform rows would cancel otherwise.
@@ -236,10 +263,11 @@ def head_metrics(attention: Attention, mask: Tensor | None = None) -> Tensor:
     return torch.stack((total[0] / total[1], total[2], first))
 
 
-def _shares(p: Tensor) -> Tensor:
-    """Rows as distributions: with a sink they sum to less than 1, and mixed over heads they have negative entries."""
+def _entropy(p: Tensor) -> Tensor:
+    """Of rows as distributions: with a sink they sum to less than 1, and mixed over heads they have negative entries."""
     size = p.abs()
-    return size / size.sum(-1, keepdim=True)
+    total = size.sum(-1)
+    return total.log() - (size * size.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1) / total
 
 
 def matrix(attention: Attention) -> Tensor:
@@ -247,7 +275,7 @@ def matrix(attention: Attention) -> Tensor:
     if attention.weights is not None:
         return attention.weights.detach().clone()
     out: Tensor | None = None
-    for groups, rows, p, _ in attention.blocks():
+    for groups, rows, p, *_ in attention.blocks():
         if out is None:
             out = p.new_empty(attention.groups, attention.queries, attention.keys)
         out[groups, rows] = p
@@ -266,7 +294,7 @@ def spectral_gap(attention: Attention, mask: Tensor | None = None, steps: int = 
     for _ in range(steps):
         v = _orthonormal(v)
         image = torch.zeros_like(v)
-        for groups, rows, p, _ in attention.blocks():
+        for groups, rows, p, *_ in attention.blocks():
             if rows_in is not None:
                 p = p * rows_in[groups, rows].unsqueeze(-1)
             image[groups] += torch.bmm(p.mT, torch.bmm(p, v[groups]))

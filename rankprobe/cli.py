@@ -23,7 +23,9 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def start(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and stop.")] = False) -> None:
+def start(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and stop.")] = False,
+) -> None:
     pass
 
 

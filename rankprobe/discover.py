@@ -167,7 +167,7 @@ class Tracer(TorchDispatchMode):
         self._by_node: dict[int, AttentionSite] = {}
         self._last: dict[int, SkipSite] = {}  # by call: the newest skip connection inside
         self._sites: Counter[str] = Counter()
-        self._measured: set[int] = set()  # nodes
+        self._measured: set[str] = set()
         self._parameters = {p.untyped_storage()._cdata for p in root.parameters() if not p.is_nested}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, value in named_arguments(root, args, kwargs):
@@ -239,7 +239,11 @@ class Tracer(TorchDispatchMode):
         """Which of the tensors that `call` returns is the stream after its last skip connection, if any."""
         last = self._last.get(call.id)
         before, call.before = call.before, None
-        inside = {site.node.id for site in self.attentions if site.node is not None and self.within(site.call, call.id)} if last is None else set()
+        inside = (
+            {site.node.id for site in self.attentions if site.node is not None and self.within(site.call, call.id)}
+            if last is None
+            else set()
+        )
         if (last is None or last.node is None) and not inside:
             return
         for place, tensor in enumerate(tensors_in(output)):
@@ -257,15 +261,15 @@ class Tracer(TorchDispatchMode):
                 if tensor.dim() != 3 or not any(a.id in inside for a in _near(node)):
                     continue
             call.output, call.output_place = node, place
-            self._measure_hidden(node, tensor, layout, decoder)
+            self._measure_hidden(hidden_key(node), tensor, layout, decoder)
             if before is not None:
-                self.run.influence(influence_key(call.id), before, tensor, layout, decoder)
+                self._measure_hidden(call_key(call.id), tensor, layout, decoder, before)
             return
 
-    def _measure_hidden(self, node: Node, tensor: Tensor, layout: Layout, decoder: bool) -> None:
-        if node.id not in self._measured:
-            self._measured.add(node.id)
-            self.run.hidden(hidden_key(node), tensor, layout, decoder)
+    def _measure_hidden(self, key: str, tensor: Tensor, layout: Layout, decoder: bool, before: Held | None = None) -> None:
+        if key not in self._measured:
+            self._measured.add(key)
+            self.run.attempt(key, lambda: self.run.hidden(key, self.run.hold(tensor, layout, decoder), before))
 
     # -- ops ------------------------------------------------------------------------------------------------------
 
@@ -306,7 +310,7 @@ class Tracer(TorchDispatchMode):
             for number in self._open:
                 self._last[number] = skip
             result = next(iter(tensors_in(out)))
-            self._measure_hidden(node, result, skip.layout, skip.decoder)
+            self._measure_hidden(hidden_key(node), result, skip.layout, skip.decoder)
         return out
 
     def _source(self, tensor: Tensor) -> Node:
@@ -321,7 +325,7 @@ class Tracer(TorchDispatchMode):
 
     def _bind(self, func: Any, name: str, kind: Kind, parents: list[Node], args: Any, kwargs: Any, out: Any) -> Node | None:
         written = [args[i] if isinstance(i, int) and i < len(args) else kwargs.get(i) for i in written_arguments(func)]
-        targets = [t for t in tensors_in(written)]
+        targets = list(tensors_in(written))
         results = targets or list(tensors_in(out))
         if not results:
             return None
@@ -365,12 +369,14 @@ class Tracer(TorchDispatchMode):
         site.kv_heads = call.kv_heads
         return site
 
-    def _attention(self, call: Attention, tap: Tap, operand: int | None, flipped: bool, width: int, keys: tuple[Node, ...]) -> AttentionSite:
+    def _attention(
+        self, call: Attention, tap: Tap, operand: int | None, flipped: bool, width: int, keys: tuple[Node, ...]
+    ) -> AttentionSite:
         site = AttentionSite(
             self._site("attention"), self._open[-1], tap, tap.op, operand, flipped, call.lead, call.queries, call.keys, width,
             causal=call.causal, key_nodes=keys, decoder=any(k.decoder for k in keys),
         )  # fmt: skip
-        self.run.attention(site.key, call, site.decoder)
+        self.run.attempt(site.key, self.run.attention, site.key, call, site.decoder)
         site.reach = _reach(call)
         self.attentions.append(site)
         return site
@@ -408,8 +414,7 @@ class Tracer(TorchDispatchMode):
         matrix = args[0].detach()
         shape = tuple(matrix.shape)
         call = as_attention(matrix.reshape(-1, *shape[-2:]), shape if len(shape) > 3 else weights.shape)
-        site = self._attention(call, tap, 0, False, 1, _keys_of(weights.softmax))
-        return site
+        return self._attention(call, tap, 0, False, 1, _keys_of(weights.softmax))
 
     def _track_weights(self, name: str, kind: Kind, node: Node, parents: list[Node], dropped: AttentionSite | None) -> None:
         shape = tuple(node.shape)
@@ -460,7 +465,7 @@ class Tracer(TorchDispatchMode):
             return None
         if name.startswith("addcmul"):  # x + gate · branch: the larger factor is the branch
             branch = 1 if operands[1].dim() >= operands[2].dim() and operands[1].shape == operands[0].shape else 2
-            sides = ((0, branch),)
+            sides: tuple[tuple[int, int], ...] = ((0, branch),)
         else:
             sides = ((0, 1), (1, 0))
         for skip, branch in sides:
@@ -500,8 +505,8 @@ class Tracer(TorchDispatchMode):
         b = self._source(operands[branch])
         attentions = tuple(self._by_node[n.id] for n in way if n.id in self._by_node)
         kinds = _kinds(start, b, way, {n.id for n in way if n.id in self._by_node})
-        for site in attentions:
-            site.cross = not any(between(start, k) for k in site.key_nodes if k.id > start.id)
+        for call in attentions:
+            call.cross = not any(between(start, k) for k in call.key_nodes if k.id > start.id)
         on_way = {n.id for n in way}
         first = next((i for i, n in enumerate(way) if n.by_weight), len(way))
         last = max((i for i, n in enumerate(way) if n.by_weight), default=-1)
@@ -527,14 +532,18 @@ class Tracer(TorchDispatchMode):
         )
         if site.inplace:
             x = x.clone()
-        self.run.skip(site.key, x, operands[branch], site.layout, site.decoder)
-        self.run.hidden(input_key(site.key), x, site.layout, site.decoder)
+        self.run.attempt(site.key, self._measure_skip, site, x, operands[branch])
+        self.skips.append(site)
+        return site
+
+    def _measure_skip(self, site: SkipSite, x: Tensor, branch: Tensor) -> None:
+        held = self.run.hold(x, site.layout, site.decoder)
+        self.run.skip(site.key, held, branch, site.layout)
+        self.run.hidden(input_key(site.key), held)
         for number in self._open:
             call = self.calls[number]
             if call.before is None and self._last.get(number) is None:
-                call.before = self.run.hold(x, site.layout, site.decoder)
-        self.skips.append(site)
-        return site
+                call.before = held
 
     def within(self, call: int, outer: int) -> bool:
         while call > outer:
@@ -550,8 +559,8 @@ def input_key(skip: str) -> str:
     return f"{skip}/input"
 
 
-def influence_key(call: int) -> str:
-    return f"@call{call}/influence"
+def call_key(call: int) -> str:
+    return f"@call{call}"
 
 
 def as_attention(matrix: Tensor, shape: tuple[int, ...]) -> Attention:
@@ -621,7 +630,7 @@ def _reach(call: Attention) -> Tensor | None:
     if call.queries != call.keys or call.causal:
         return None
     reach: Tensor | None = None
-    for _, rows, p, _ in call.blocks():
+    for _, rows, p, *_ in call.blocks():
         seen = (p > 0).any(0)
         row = torch.arange(rows.start, rows.start + seen.shape[0], device=p.device).unsqueeze(1)
         ahead = torch.arange(call.keys, device=p.device) - row

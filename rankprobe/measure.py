@@ -7,11 +7,10 @@ for the device, draws random numbers or keeps a graph for gradients.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +38,10 @@ SPECTRUM_METRICS = ("stable_rank",)
 SMALL = 1 << 16
 WAITING = 1 << 22
 
-P = ParamSpec("P")
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    heads: bool = True
+    heads: bool = False
     spectrum: bool = False
     keep: frozenset[str] = frozenset()
     centre: metrics.Centre = "mean"
@@ -100,43 +97,32 @@ class quiet:
                 torch.set_autocast_enabled(kind, True)
 
 
-def _careful(method: Callable[P, None]) -> Callable[P, None]:
-    """A measurement that fails must not fail the model: it is written down, by site, and told in the report."""
-
-    @functools.wraps(method)
-    def careful(*args: P.args, **kwargs: P.kwargs) -> None:
-        run, site = args[0], args[1]
-        assert isinstance(run, Run)
-        try:
-            method(*args, **kwargs)
-        except Exception as error:
-            if run.strict:
-                raise
-            run.problems[str(site)] = f"{type(error).__name__}: {error}"
-
-    return careful
-
-
 class Held:
     """A hidden state as (batch, tokens, features) with its token mask, kept until it is measured."""
 
-    def __init__(self, x: Tensor, mask: Tensor | None) -> None:
+    __slots__ = ("_tokens", "given", "mask", "small", "x")
+
+    def __init__(self, given: Tensor, x: Tensor, mask: Tensor | None) -> None:
+        self.given = given
         self.small = x.numel() <= SMALL
         self.x = x.clone() if self.small else x  # what is measured later must not change until then
         self.mask = mask
+        self._tokens: Tokens | None = None
 
-    @functools.cached_property
+    @property
     def tokens(self) -> Tokens:
-        return Tokens(self.x, self.mask)
+        if self._tokens is None:
+            self._tokens = Tokens(self.x, self.mask)
+        return self._tokens
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Measurements put off because they look alike: one function for all, and for each its tensors and where its rows go."""
+    """Measurements put off because they look alike: one function for all, and for each its site and tensors."""
 
     measure: Callable[[list[Tensor], int], Tensor]
+    arrange: tuple[int, int]
     parts: list[tuple[Tensor, ...]] = field(default_factory=list)
-    stores: list[Callable[[Tensor], None]] = field(default_factory=list)
     sites: list[str] = field(default_factory=list)
 
 
@@ -151,6 +137,7 @@ class Run:
     options: Options
     masks: TokenMasks
     strict: bool = False
+    heads: bool = False  # whether this forward measures them
     results: dict[str, Tensor] = field(default_factory=dict)
     attentions: dict[str, Tensor] = field(default_factory=dict)
     hidden_states: dict[str, Tensor] = field(default_factory=dict)
@@ -160,6 +147,16 @@ class Run:
     _recent: list[tuple[tuple[Any, ...], Tensor, Held]] = field(default_factory=list)
     _later: dict[tuple[Any, ...], _Batch] = field(default_factory=dict)
     _waiting: int = 0
+
+    def attempt(self, site: str, do: Callable[..., object], *args: Any) -> None:
+        """A measurement that fails must not fail the model: it is written down, by site, and told in the report."""
+        try:
+            with quiet():
+                do(*args)
+        except Exception as error:
+            if self.strict:
+                raise
+            self.problems[site] = f"{type(error).__name__}: {error}"
 
     # -- hidden states --------------------------------------------------------------------------------------------
 
@@ -171,7 +168,7 @@ class Run:
             if known == place and own.device == x.device:
                 return held
         laid = self._lay_out(x.detach(), layout)
-        held = Held(laid, self.masks.find(laid.shape[0], laid.shape[1], decoder, self._shape[3]))
+        held = Held(x, laid, self.masks.find(laid.shape[0], laid.shape[1], decoder, self._shape[3]))
         self._recent = [*self._recent[-1:], (place, x, held)]
         return held
 
@@ -193,42 +190,34 @@ class Run:
         sequence_first = first == queries != second and groups % second == 0 and (each == 0 or second * each == groups)
         return x.transpose(0, 1) if sequence_first else x
 
-    @_careful
-    def hidden(self, site: str, x: Tensor, layout: Layout, decoder: bool) -> None:
-        with quiet():
-            held = self.hold(x, layout, decoder)
-            if "hidden" in self.options.keep:
-                self.hidden_states[site] = self._padded(x).detach().clone()
-            if held.x.shape[1] < 2:
-                self.single.add(site)
-            else:
-                self._measure(site, self._hidden_rows, held)
+    def hidden(self, site: str, held: Held, before: Held | None = None) -> None:
+        """A hidden state, and how far it was turned since `before`."""
+        if "hidden" in self.options.keep:
+            self.hidden_states[site] = held.given.detach().clone()
+        if held.x.shape[1] < 2:
+            self.single.add(site)
+            return
+        self._measure(site, self._hidden_rows, held)
+        if before is not None and before.x.shape == held.x.shape:
+            self._measure(f"{site}/influence", _influence_rows, before, held)
 
-    @_careful
-    def influence(self, site: str, before: Held, x: Tensor, layout: Layout, decoder: bool) -> None:
-        with quiet():
-            after = self.hold(x, layout, decoder)
-            if before.x.shape == after.x.shape:
-                self._measure(site, _influence_rows, before, after)
-
-    @_careful
-    def skip(self, site: str, skip: Tensor, branch: Tensor, layout: Layout, decoder: bool) -> None:
-        with quiet():
-            stream = self.hold(skip, layout, decoder)
-            self._measure(site, _ratio_rows, stream, Held(self._lay_out(self._padded(branch).detach(), layout), stream.mask))
+    def skip(self, site: str, stream: Held, branch: Tensor, layout: Layout) -> None:
+        branch = self._padded(branch).detach()
+        self._measure(site, _ratio_rows, stream, Held(branch, self._lay_out(branch, layout), stream.mask))
 
     def _measure(self, site: str, rows: Callable[..., Tensor], *given: Held) -> None:
         first = given[0]
         if not first.small:
             self.results[site] = rows(*(held.tokens for held in given))
             return
+        mask = first.mask
 
         def together(parts: list[Tensor], count: int) -> Tensor:
-            mask = None if first.mask is None else first.mask.repeat(count, 1)
-            return rows(*(Tokens(part, mask) for part in parts))
+            wide = None if mask is None else mask.repeat(count, 1)
+            return rows(*(Tokens(part, wide) for part in parts))
 
-        key = (rows, first.x.shape, first.x.dtype, first.x.device, id(first.mask))
-        self._put_off(key, together, site, tuple(held.x for held in given), functools.partial(self.results.__setitem__, site))
+        key = (rows, first.x.shape, first.x.dtype, first.x.device, id(mask))
+        self._put_off(key, together, site, tuple(held.x for held in given))
 
     def _hidden_rows(self, t: Tokens) -> Tensor:
         rows = [
@@ -246,38 +235,33 @@ class Run:
 
     # -- attention ------------------------------------------------------------------------------------------------
 
-    @_careful
     def attention(self, site: str, call: Attention, decoder: bool, heads: int = 0, inner: int = 1) -> None:
         """`heads` 0: not known yet; results stay `(quantities, groups)` and are arranged later."""
-        with quiet():
-            if len(call.lead) == 1:
-                samples = self.masks.samples(call.groups, call.queries)
-                if samples:
-                    call = dataclasses.replace(call, lead=(samples, call.groups // samples))
-            self.masks.infer(attn.key_mask(call))
-            self._shape = (call.groups, heads * inner or (call.lead[-1] if len(call.lead) > 1 else 0), call.queries, call.keys)
-            if "attention" in self.options.keep:
-                full = attn.matrix(call)
-                self.attentions[site] = full if not heads else by_head(full, heads, inner)
-            if not self.options.heads:
-                return
-            mask = self.masks.find(call.lead[0], call.queries, decoder, call.keys)
+        if len(call.lead) == 1:
+            samples = self.masks.samples(call.groups, call.queries)
+            if samples:
+                call = dataclasses.replace(call, lead=(samples, call.groups // samples))
+        self.masks.infer(attn.key_mask(call))
+        self._shape = (call.groups, heads * inner or (call.lead[-1] if len(call.lead) > 1 else 0), call.queries, call.keys)
+        if "attention" in self.options.keep:
+            full = attn.matrix(call)
+            self.attentions[site] = full if not heads else by_head(full, heads, inner)
+        if not self.heads:
+            return
+        mask = self.masks.find(call.lead[0], call.queries, decoder, call.keys)
+        if call.groups * call.queries * call.keys > SMALL:
+            rows = self._head_rows(call, mask)
+            self.results[site] = rows if not heads else arrange(rows, heads, inner)
+            return
+        parts = call.parts()
 
-            def store(rows: Tensor) -> None:
-                self.results[site] = rows if not heads else arrange(rows, heads, inner)
+        def together(parts: list[Tensor], count: int) -> Tensor:
+            wide = None if mask is None else mask.repeat(count, 1)
+            return self._head_rows(call.repeated(parts, count), wide)
 
-            if call.groups * call.queries * call.keys > SMALL:
-                store(self._head_rows(call, mask))
-                return
-            parts = (call.weights.clone(),) if call.weights is not None else (call.q, call.k)
-
-            def together(parts: list[Tensor], count: int) -> Tensor:
-                wide = None if mask is None else mask.repeat(count, 1)
-                return self._head_rows(call.repeated(parts, count), wide)
-
-            alike = ((t.shape, t.dtype, t.device) for t in parts)  # type: ignore[union-attr]
-            key = (call.lead, call.causal, call.scale, id(call.bias), id(mask), *alike)
-            self._put_off(key, together, site, parts, store)  # type: ignore[arg-type]
+        alike = ((t.shape, t.dtype, t.device) for t in parts)
+        key = (call.lead, call.causal, call.scale, id(call.bias), id(mask), heads, inner, *alike)
+        self._put_off(key, together, site, parts, (heads, inner))
 
     def _head_rows(self, call: Attention, mask: Tensor | None) -> Tensor:
         rows = attn.head_metrics(call, mask)
@@ -286,13 +270,17 @@ class Run:
     # -- what was put off -----------------------------------------------------------------------------------------
 
     def _put_off(
-        self, key: tuple[Any, ...], measure: Callable[[list[Tensor], int], Tensor], site: str, parts: tuple[Tensor, ...], store: Callable[[Tensor], None]
+        self,
+        key: tuple[Any, ...],
+        measure: Callable[[list[Tensor], int], Tensor],
+        site: str,
+        parts: tuple[Tensor, ...],
+        arrange: tuple[int, int] = (0, 1),
     ) -> None:
         batch = self._later.get(key)
         if batch is None:
-            batch = self._later[key] = _Batch(measure)
+            batch = self._later[key] = _Batch(measure, arrange)
         batch.parts.append(parts)
-        batch.stores.append(store)
         batch.sites.append(site)
         self._waiting += sum(t.numel() for t in parts)
         if self._waiting > WAITING:
@@ -301,17 +289,18 @@ class Run:
     def finish(self) -> None:
         """Measure what was put off."""
         later, self._later, self._waiting = self._later, {}, 0
-        with quiet():
-            for batch in later.values():
-                try:
-                    count = len(batch.parts)
-                    rows = batch.measure([torch.cat(part) if count > 1 else part[0] for part in zip(*batch.parts, strict=True)], count)
-                    for store, piece in zip(batch.stores, rows.split(rows.shape[1] // count, dim=1), strict=True):
-                        store(piece)
-                except Exception as error:
-                    if self.strict:
-                        raise
-                    self.problems.update(dict.fromkeys(batch.sites, f"{type(error).__name__}: {error}"))
+        for batch in later.values():
+            before = len(self.problems)
+            self.attempt(batch.sites[0], self._finish, batch)
+            if len(self.problems) > before:
+                self.problems.update(dict.fromkeys(batch.sites, self.problems[batch.sites[0]]))
+
+    def _finish(self, batch: _Batch) -> None:
+        count = len(batch.parts)
+        rows = batch.measure([torch.cat(part) if count > 1 else part[0] for part in zip(*batch.parts, strict=True)], count)
+        heads, inner = batch.arrange
+        for site, piece in zip(batch.sites, rows.split(rows.shape[1] // count, dim=1), strict=True):
+            self.results[site] = arrange(piece, heads, inner) if heads else piece
 
 
 def _influence_rows(before: Tokens, after: Tokens) -> Tensor:

@@ -58,8 +58,8 @@ class Tokens:
         if self.mask is None:
             n = self.x.shape[1]
             return self.x.new_full((self.x.shape[0],), n if n > 1 else float("nan"))
-        n = self.mask.sum(1).to(self.x.dtype)
-        return n.masked_fill(n < 2, float("nan"))
+        count = self.mask.sum(1).to(self.x.dtype)
+        return count.masked_fill(count < 2, float("nan"))
 
     @cached_property
     def norms(self) -> Tensor:
@@ -139,8 +139,8 @@ def _median(t: Tokens) -> Tensor:
         n = ordered.shape[1]
         return (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
     ordered = t.x.masked_fill(t.absent, float("inf")).sort(dim=1).values
-    n = t.mask.sum(1).clamp(min=1)
-    middle = torch.stack(((n - 1) // 2, n // 2), dim=1).unsqueeze(-1).expand(-1, -1, ordered.shape[-1])
+    count = t.mask.sum(1).clamp(min=1)
+    middle = torch.stack(((count - 1) // 2, count // 2), dim=1).unsqueeze(-1).expand(-1, -1, ordered.shape[-1])
     return ordered.gather(1, middle).mean(1)
 
 

@@ -36,7 +36,7 @@ class Summary:
 class Moments:
     def __init__(self) -> None:
         # A forward pass adds the same keys in the same order each time, so states are kept per such layout.
-        self._states: dict[tuple[object, ...], Tensor] = {}
+        self._states: dict[tuple[torch.device, tuple[tuple[str, int], ...]], Tensor] = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         groups: dict[tuple[torch.device, int], list[str]] = {}
@@ -45,7 +45,7 @@ class Moments:
         for (device, _), keys in groups.items():
             rows = torch.cat([values[key] for key in keys]) if len(keys) > 1 else values[keys[0]]
             state = _reduce(rows.to(torch.float32 if device.type == "mps" else torch.float64))
-            layout = (device, *((key, values[key].shape[0]) for key in keys))
+            layout = (device, tuple((key, values[key].shape[0]) for key in keys))
             known = self._states.get(layout)
             self._states[layout] = state if known is None else _join(known, state)
 
@@ -63,9 +63,9 @@ class Moments:
     def summary(self) -> dict[str, list[Summary]]:
         """Per key, a `Summary` for each of its quantities. Copies to the host."""
         joined: dict[str, Tensor] = {}
-        for layout, state in self._states.items():
+        for (_, layout), state in self._states.items():
             host, start = state.cpu().double(), 0
-            for key, rows in layout[1:]:  # type: ignore[misc]
+            for key, rows in layout:
                 part = host[:, start : start + rows]
                 start += rows
                 joined[key] = _join(joined[key], part) if key in joined else part

@@ -43,7 +43,7 @@ FRUITLESS = 3
 def attach(
     model: nn.Module,
     *,
-    heads: bool = True,
+    heads: bool = False,
     spectrum: bool = False,
     keep: Iterable[str] = (),
     centre: metrics.Centre = "mean",
@@ -51,7 +51,8 @@ def attach(
 ) -> Probe:
     """Watch `model` from its next forward on; its outputs stay bit for bit the same.
 
-    heads: also measure every attention head (entropy, residual, weight on the first token).
+    heads: measure every attention head (entropy, residual, weight on the first token) in every forward, not in the first
+        alone, which is traced anyway.
     spectrum: also stable ranks and the heads' spectral gaps, by power iteration; slower.
     keep: any of "attention", "hidden": keep the last forward's tensors themselves.
     centre: "mean" or "median", the common vector that residuals are taken from.
@@ -121,8 +122,7 @@ class Probe:
         self._clean()
         if self._anatomy is None:
             raise RankprobeError(self._nothing())
-        report = make_report(self)
-        return report
+        return make_report(self)
 
     def reset(self) -> None:
         """Forget what was measured; keep what was found."""
@@ -162,13 +162,14 @@ class Probe:
         self._clean()
         self._local.depth = 1
         self._local.frame = sys._getframe(2)
-        run = Run(self.options, TokenMasks(module, args, kwargs, self.options.mask), strict=self._strict)
         way = _way(module, args, kwargs)
         with self._lock:
             plan = self._plans.get(way)
             if plan is not None:
                 self._install(plan)
         self._local.way = way
+        masks = TokenMasks(module, args, kwargs, self.options.mask)
+        run = Run(self.options, masks, self._strict, heads=self.options.heads or plan is None)
         if plan is None:
             self._install(None)
             tracer = Tracer(module, run, args, kwargs)
@@ -345,7 +346,9 @@ def _check(model: Any) -> None:
             )
     if any(p.is_meta for p in model.parameters()):
         name = next(n for n, p in model.named_parameters() if p.is_meta)
-        raise RankprobeError(f"{type(model).__name__} has no weights: {name} is on the meta device. Load the model first (model.to_empty, from_pretrained)")
+        raise RankprobeError(
+            f"{type(model).__name__} has no weights: {name} is on the meta device. Load the model first (model.to_empty, from_pretrained)"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise RankprobeError(f"{type(model).__name__} is a TorchScript module, whose inner calls cannot be hooked: attach to the original")
 
@@ -373,5 +376,3 @@ def _union(known: Anatomy, new: Anatomy) -> Anatomy:
     if not extra and len(outside) == len(known.outside) and len(loose) == len(known.loose):
         return known
     return Anatomy(known.model, known.stacks + tuple(extra), outside, loose, known.unknown + new.unknown)
-
-

@@ -1,8 +1,8 @@
 """What a probe has measured, as data that prints itself.
 
-    report.layers[3].residual, report.layers[3].heads[0].entropy, report.verdict
-    report.metrics()            # one flat dict, for any tracker
-    report.save("r.json"); rankprobe.load("r.json")
+report.layers[3].residual, report.layers[3].heads[0].entropy, report.verdict
+report.metrics()            # one flat dict, for any tracker
+report.save("r.json"); rankprobe.load("r.json")
 """
 
 from __future__ import annotations
@@ -207,11 +207,15 @@ def make_report(probe: Probe) -> Report:
             skips=skips, heads=heads, **{k: s.mean for k, s in rows.items()},
         )  # fmt: skip
 
-    inputs, layers = [], []
+    inputs: list[Layer] = []
+    layers: list[Layer] = []
     for stack in anatomy.stacks:
         if stack.input_key in summary:
             inputs.append(layer(-1, "input", stack.name, stack.input_key, None))
-        layers += [layer(b.index if len(anatomy.stacks) == 1 else len(layers) + i, b.name, stack.name, b.key, b) for i, b in enumerate(stack.blocks)]
+        layers += [
+            layer(b.index if len(anatomy.stacks) == 1 else len(layers) + i, b.name, stack.name, b.key, b)
+            for i, b in enumerate(stack.blocks)
+        ]
 
     def seen(calls: tuple[AttentionCall, ...]) -> int:
         return sum(a.key in summary for a in calls)
@@ -223,17 +227,17 @@ def make_report(probe: Probe) -> Report:
         "MLP branches": sum(s.key in summary for s in anatomy.skips if "mlp" in s.kinds),
     }
     notes = [f"{text} ({n} forwards)" for text, n in probe.notes.items()]
-    if not options.heads:
-        notes.append("attention heads were not measured (heads=False)")
+    rows = next((summary[a.key] for a in anatomy.attentions if a.key in summary), None)
+    if rows and not options.heads and probe.forwards > 1:
+        notes.append(f"heads were measured in the first forward only, {rows[0].count + rows[0].lost} samples (heads=True: in all)")
     for name in anatomy.unknown:
         notes.append(f"the attention kernel {name} is not one rankprobe can read: its heads were not measured")
     single = [b for b in anatomy.blocks if b.key in probe._single]
     if single:
         notes.append(f"{single[0].name} and {len(single) - 1} more had one token in some forwards, which compares with nothing")
     absent = [x for x in layers if x.samples == 0 and not x.nonfinite]
-    if absent and len(absent) == len(layers) and not any(b.key in summary for b in anatomy.blocks):
-        if probe._single:
-            raise RankprobeError(f"{anatomy.model} was run with one token only: rank collapse compares tokens, give it two or more")
+    if absent and len(absent) == len(layers) and not any(b.key in summary for b in anatomy.blocks) and probe._single:
+        raise RankprobeError(f"{anatomy.model} was run with one token only: rank collapse compares tokens, give it two or more")
     lost = [x for x in layers if summary.get(_key(anatomy, x)) and summary[_key(anatomy, x)][1].lost and not x.nonfinite]
     if lost:
         count = summary[_key(anatomy, lost[0])][1].lost
@@ -257,8 +261,12 @@ def _heads(call: Any, summary: dict[str, list[Summary]], options: Options) -> li
 def _no_attention(probe: Probe) -> str:
     name = probe.anatomy.model
     if probe.anatomy.unknown:
-        return f"{name} uses an attention kernel rankprobe cannot read ({', '.join(probe.anatomy.unknown)}): load it with SDPA or eager attention"
-    return f"no attention found in {name}: no softmax feeds a product with values, and no fused attention kernel ran. Is it a transformer, and did the forward reach its blocks?"
+        kernels = ", ".join(probe.anatomy.unknown)
+        return f"{name} uses an attention kernel rankprobe cannot read ({kernels}): load it with SDPA or eager attention"
+    return (
+        f"no attention found in {name}: no softmax feeds a product with values, and no fused attention kernel ran. "
+        "Is it a transformer, and did the forward reach its blocks?"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -308,9 +316,13 @@ def load(path: str | os.PathLike[str]) -> Report:
 
 
 def _layer(data: dict[str, Any]) -> Layer:
-    numbers = {k: NAN if v is None else v for k, v in data.items()}
-    numbers["skips"] = tuple(SkipRatio(**{k: NAN if v is None else v for k, v in s.items()}) for s in data["skips"])
-    numbers["heads"] = tuple(Head(**{k: NAN if v is None else v for k, v in h.items()}) for h in data["heads"])
+    numbers = _numbers(data)
+    numbers["skips"] = tuple(SkipRatio(**_numbers(s)) for s in data["skips"])
+    numbers["heads"] = tuple(Head(**_numbers(h)) for h in data["heads"])
     for name in ("std", "low", "high"):
-        numbers[name] = {k: NAN if v is None else v for k, v in data[name].items()}
+        numbers[name] = _numbers(data[name])
     return Layer(**numbers)
+
+
+def _numbers(data: dict[str, Any]) -> dict[str, Any]:
+    return {k: NAN if v is None else v for k, v in data.items()}

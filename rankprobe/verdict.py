@@ -45,7 +45,12 @@ def judge(report: Report) -> Verdict:
     bad = [x for x in report.layers if x.nonfinite]
     if bad:
         worst = bad[0]
-        return Verdict("collapsed", worst.index, worst.name, f"NaN or Inf in {worst.nonfinite} of {worst.samples + worst.nonfinite} samples; later layers inherit it")
+        return Verdict(
+            "collapsed",
+            worst.index,
+            worst.name,
+            f"NaN or Inf in {worst.nonfinite} of {worst.samples + worst.nonfinite} samples; later layers inherit it",
+        )
     measured = [x for x in report.layers if x.residual_fro == x.residual_fro]
     if not measured:
         return Verdict("unknown", None, "", "no layer had two tokens or more to compare")
@@ -60,14 +65,16 @@ def judge(report: Report) -> Verdict:
             )  # fmt: skip
         status, limit = ("collapsed", COLLAPSED) if worst.residual_fro < COLLAPSED else ("at risk", AT_RISK)
         first = next(x for x in measured if x.residual_fro < limit)
-        reason = f"{1 - first.residual_fro**2:.1%} of the tokens' energy is one common vector (residual {first.residual_fro:.3g}, cosine {first.cosine:.3g})"
+        common = f"{1 - first.residual_fro**2:.1%} of the tokens' energy is one common vector"
+        reason = f"{common} (residual {first.residual_fro:.3g}, cosine {first.cosine:.3g})"
         return Verdict(status, first.index, first.name, reason, tuple(_evidence(report, first)))
     peaked = [x for x in report.layers if x.heads and _share(x, lambda e: e < PEAKED) > MOST]
     if peaked:
         first = peaked[0]
         return Verdict(
             "at risk", first.index, first.name,
-            f"attention-entropy collapse, the opposite of rank collapse: most heads look at a single token (mean entropy {_entropy(first):.2g})",
+            "attention-entropy collapse, the opposite of rank collapse: most heads look at a single token "
+            f"(mean entropy {_entropy(first):.2g})",
             tuple(_evidence(report, first)),
         )  # fmt: skip
     reason = f"tokens stay apart; the lowest residual is {worst.residual_fro:.3g} at layer {worst.index} ({worst.name})"

@@ -10,29 +10,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from rankprobe.anatomy import Found
 from rankprobe.attention import Attention, from_op
-from rankprobe.discover import AttentionSite, SkipSite, Tap, Tracer, as_attention, hidden_key, influence_key, input_key
+from rankprobe.discover import AttentionSite, SkipSite, Tap, Tracer, as_attention, call_key, hidden_key, input_key
 from rankprobe.graph import op_key, tensors_in
-from rankprobe.measure import Held, Layout, Run, measuring, quiet
+from rankprobe.measure import Held, Layout, Run, measuring
 
 __all__ = ["Forward", "Plan", "remove_mode"]
-
-
-class Visit(Protocol):
-    """What is done at a site: with an op's arguments before it runs, with its result after."""
-
-    key: str
-
-    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None: ...
-
-    def after(self, forward: Forward, out: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +46,6 @@ class VisitAttention:
         lead = (outer, self.heads) if self.inner == 1 else (outer, self.heads, self.inner)
         return as_attention(matrix, (*lead, *matrix.shape[1:]))
 
-    def after(self, forward: Forward, out: Any) -> None:
-        pass
-
 
 @dataclass(frozen=True, slots=True)
 class VisitSkip:
@@ -72,15 +59,13 @@ class VisitSkip:
     block: str | None  # the first of a block: what the block's output is compared with
 
     def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None:
-        x = args[self.skip].clone() if self.inplace else args[self.skip]
-        forward.run.skip(self.key, x, args[self.branch], self.layout, self.decoder)
+        run = forward.run
+        held = run.hold(args[self.skip].clone() if self.inplace else args[self.skip], self.layout, self.decoder)
+        run.skip(self.key, held, args[self.branch], self.layout)
         if self.input_key is not None:
-            forward.run.hidden(self.input_key, x, self.layout, self.decoder)
+            run.hidden(self.input_key, held)
         if self.block is not None:
-            forward.begin_block(self.block, x, self.layout, self.decoder)
-
-    def after(self, forward: Forward, out: Any) -> None:
-        pass
+            forward.blocks[self.block] = held
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +75,15 @@ class VisitHidden:
     layout: Layout
     decoder: bool
 
-    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None:
-        pass
-
     def after(self, forward: Forward, out: Any) -> None:
         tensors = list(tensors_in(out))
         if self.place < len(tensors):
-            forward.run.hidden(self.key, tensors[self.place], self.layout, self.decoder)
+            held = forward.run.hold(tensors[self.place], self.layout, self.decoder)
+            forward.run.hidden(self.key, held, forward.blocks.pop(self.key, None))
             forward.seen.add(self.key)
-            before = forward.blocks.pop(self.key, None)
-            if before is not None:
-                forward.run.influence(f"{self.key}/influence", before, tensors[self.place], self.layout, self.decoder)
+
+
+Visit = VisitAttention | VisitSkip | VisitHidden
 
 
 @dataclass(slots=True)
@@ -155,7 +138,7 @@ class Plan:
         if node is None:
             return
         self.rename[hidden_key(node)] = block.key
-        self.rename[influence_key(block.call.id)] = f"{block.key}/influence"
+        self.rename[f"{call_key(block.call.id)}/influence"] = f"{block.key}/influence"
         last = block.skips[-1] if block.skips else None
         layout = last.layout if last else Layout()
         decoder = last.decoder if last else False
@@ -216,6 +199,10 @@ class Forward(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every call that only compiled code needs
+
     def __init__(self, plan: Plan, run: Run) -> None:
         super().__init__()
         self.plan = plan
@@ -228,9 +215,6 @@ class Forward(TorchDispatchMode):
         self._counts: Counter[str] = Counter()
         self._times: Counter[tuple[int, bool]] = Counter()
 
-    def begin_block(self, key: str, x: Tensor, layout: Layout, decoder: bool) -> None:
-        self.blocks[key] = self.run.hold(x, layout, decoder)
-
     def entry(self, slot: int) -> None:
         self.close()
         self._start(slot, True)
@@ -239,7 +223,7 @@ class Forward(TorchDispatchMode):
         self.close()
         nth = self._times[slot, False]
         for visit in self.plan.exits.get((slot, nth), ()):
-            self._try(visit, lambda v: v.after(self, out))
+            self.run.attempt(visit.key, visit.after, self, out)
         self._start(slot, False)
 
     def _start(self, slot: int, entry: bool) -> None:
@@ -265,22 +249,15 @@ class Forward(TorchDispatchMode):
         visits = known.get(self._counts[name], ())
         self._counts[name] += 1
         for visit in visits:
-            self._try(visit, lambda v: v.before(self, func, args, kwargs))
+            if not isinstance(visit, VisitHidden):
+                self.run.attempt(visit.key, visit.before, self, func, args, kwargs)
         out = func(*args, **kwargs)
         for visit in visits:
-            self._try(visit, lambda v: v.after(self, out))
+            if isinstance(visit, VisitHidden):
+                self.run.attempt(visit.key, visit.after, self, out)
             self._due.discard(visit.key)
             self.seen.add(visit.key)
         return out
-
-    def _try(self, visit: Visit, do: Callable[[Visit], None]) -> None:
-        try:
-            with quiet():
-                do(visit)
-        except Exception as error:
-            if self.run.strict:
-                raise
-            self.run.problems[visit.key] = f"{type(error).__name__}: {error}"
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:

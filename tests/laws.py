@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy
 import torch
-from registry import Batch, Case
 from torch import Tensor, nn
 
 import rankprobe
 from rankprobe.graph import tensors_in
 from rankprobe.probe import Probe
+from registry import Batch, Case
 
 
 def attached(model: nn.Module, **options: Any) -> Probe:
     """A probe whose own failures are not excused."""
-    probe = rankprobe.attach(model, **options)
+    probe = rankprobe.attach(model, **{"heads": True, **options})
     probe._strict = True
     return probe
 
@@ -191,7 +191,7 @@ def state_of(model: nn.Module) -> Any:
         for name, m in model.named_modules()
     ]
     globals_ = [len(getattr(registry, kind)) for kind in dir(registry) if kind.startswith("_global_") and "hooks" in kind]
-    config = copy.deepcopy(model.config.to_dict()) if hasattr(model, "config") and hasattr(model.config, "to_dict") else None
+    config = copy.deepcopy(vars(getattr(model, "config", nn.Module())))
     return hooks, globals_, config, len(_get_current_dispatch_mode_stack()), torch.is_grad_enabled()
 
 
@@ -270,7 +270,7 @@ def no_host_round_trip(case: Case) -> str | None:
                 for name, tensor in own.items():
                     if tensor is not None:
                         fake = mode.from_tensor(tensor).to("cuda")
-                        own[name] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+                        own[name] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake  # type: ignore[assignment]
         batch = {k: mode.from_tensor(v).to("cuda") if isinstance(v, Tensor) else v for k, v in batch.items()}
         try:
             model(**batch)
@@ -308,7 +308,9 @@ def the_report_tells(case: Case) -> None:
         assert layer.effective_rank >= 0.999
         for head in layer.heads:
             assert -1e-5 <= head.entropy <= 1 + 1e-4 and abs(head.sink) <= 1 + 1e-5
-            assert 0 <= head.residual <= 1 or all(a.queries == 1 for b in probe.anatomy.blocks if b.name == layer.name for a in b.attentions)
+            assert 0 <= head.residual <= 1 or all(
+                a.queries == 1 for b in probe.anatomy.blocks if b.name == layer.name for a in b.attentions
+            )
     # The forward that discovers and the one that visits measure the same.
     for a, b in zip(once.layers, report.layers, strict=True):
         assert (a.residual != a.residual) == (b.residual != b.residual)

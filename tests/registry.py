@@ -54,10 +54,26 @@ def _hf(kind: str, auto: str, **config: Any) -> Callable[..., nn.Module]:
     return build
 
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 32}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 32,
+}
 GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
 LLAMA = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SEQ2SEQ = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+SEQ2SEQ = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 VISION = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
 
 
@@ -65,7 +81,9 @@ def hf(kind: str, config: dict[str, Any], batch: Callable[[], Batch] | None = No
        attentions: int | None = None, mlps: int | None = None, **more: Any) -> Case:  # fmt: skip
     n = blocks if attentions is None else attentions
     name = more.pop("name", kind)
-    return Case(name, _hf(kind, auto, **config), batch or text(), blocks, n, blocks if mlps is None else mlps, more.pop("oracle", "hf"), **more)
+    return Case(
+        name, _hf(kind, auto, **config), batch or text(), blocks, n, blocks if mlps is None else mlps, more.pop("oracle", "hf"), **more
+    )
 
 
 def _seq2seq() -> Batch:
@@ -92,7 +110,9 @@ def _clip() -> Batch:
     return {**text(padded=True)(), **pixels(16)()}
 
 
-def timm_model(name: str, batch: Callable[[], Batch], *, blocks: int, attentions: int | None = None, mlps: int | None = None, **config: Any) -> Case:
+def timm_model(
+    name: str, batch: Callable[[], Batch], *, blocks: int, attentions: int | None = None, mlps: int | None = None, **config: Any
+) -> Case:
     def build() -> nn.Module:
         import timm
 
@@ -115,7 +135,8 @@ class Handwritten(nn.Module):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         b, n, d = x.shape
-        for qkv, out, up, down in zip(self.qkv, self.out, self.up, self.down, strict=True):
+        layers: Any = zip(self.qkv, self.out, self.up, self.down, strict=True)  # type: ignore[arg-type]
+        for qkv, out, up, down in layers:
             q, k, v = (x @ qkv).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
             scores = q @ k.mT / q.shape[-1] ** 0.5
             if key_padding_mask is not None:

@@ -1,8 +1,9 @@
 """Laws 1, 2, 3, 6, 7 and 8 on every model of the registry."""
 
-import laws
 import pytest
 import torch
+
+import laws
 from registry import CASES, Case
 
 every = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -24,7 +24,10 @@ def token_batches(draw: st.DrawFn, most: int = 12) -> tuple[Tensor, Tensor | Non
     scale = draw(st.sampled_from([1e-12, 1e-3, 1.0, 1e3, 1e12]))
     common = draw(st.sampled_from([0.0, 1.0, 100.0]))
     generator = torch.Generator().manual_seed(seed)
-    x = (torch.randn(b, n, d, generator=generator, dtype=torch.float64) + common * torch.randn(b, 1, d, generator=generator, dtype=torch.float64)) * scale
+    x = (
+        torch.randn(b, n, d, generator=generator, dtype=torch.float64)
+        + common * torch.randn(b, 1, d, generator=generator, dtype=torch.float64)
+    ) * scale
     if not draw(st.booleans()):
         return x, None
     mask = torch.rand(b, n, generator=generator) < 0.7
@@ -161,7 +164,9 @@ def test_median_minimises_the_1_norm_and_mean_the_frobenius_norm() -> None:
         best = metrics.residual(x, norm=norm, centre=centre)  # type: ignore[arg-type]
         for _ in range(20):
             other = x - (x.mean(1, keepdim=True) + 0.1 * torch.randn(4, 1, 5, dtype=x.dtype))
-            size = torch.linalg.matrix_norm(other, ord=1 if norm == "1" else "fro") / torch.linalg.matrix_norm(x, ord=1 if norm == "1" else "fro")
+            size = torch.linalg.matrix_norm(other, ord=1 if norm == "1" else "fro") / torch.linalg.matrix_norm(
+                x, ord=1 if norm == "1" else "fro"
+            )
             assert (best <= size + 1e-12).all()
 
 
@@ -247,7 +252,10 @@ def test_spectral_gap_needs_no_decomposition(made: tuple[attention.Attention, Te
 
 
 @given(
-    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), split=st.integers(0, 5), shift=st.sampled_from([0.0, 1e6]), seed=st.integers(0, 99)
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    split=st.integers(0, 5),
+    shift=st.sampled_from([0.0, 1e6]),
+    seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
 def test_moments_stream_and_merge(sizes: list[int], split: int, shift: float, seed: int) -> None:
@@ -265,4 +273,9 @@ def test_moments_stream_and_merge(sizes: list[int], split: int, shift: float, se
         good = row[np.isfinite(row)]
         assert got.count == len(good) and got.lost == len(row) - len(good)
         if len(good):
-            np.testing.assert_allclose([got.mean, got.std, got.low, got.high], [good.mean(), good.std(), good.min(), good.max()], rtol=1e-9, atol=1e-6 * (shift > 0) + 1e-12)
+            np.testing.assert_allclose(
+                [got.mean, got.std, got.low, got.high],
+                [good.mean(), good.std(), good.min(), good.max()],
+                rtol=1e-9,
+                atol=1e-6 * (shift > 0) + 1e-12,
+            )
