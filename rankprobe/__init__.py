@@ -1,15 +1,33 @@
 """rankprobe: see, layer by layer, whether the tokens inside a transformer collapse onto each other.
 
-import rankprobe
+    import rankprobe
 
-with rankprobe.attach(model) as probe:
-    model(**batch)
-print(probe.report())
+    with rankprobe.attach(model) as probe:
+        model(**batch)
+    print(probe.report())
+
+Names are loaded when first used, so that importing the package, and the command's `--help`, does not import torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from rankprobe._version import __version__
 from rankprobe.errors import RankprobeError
-from rankprobe.probe import Probe, attach
-from rankprobe.report import Report, load
+
+if TYPE_CHECKING:
+    from rankprobe.probe import Probe, attach
+    from rankprobe.report import Report, load
 
 __all__ = ["Probe", "RankprobeError", "Report", "__version__", "attach", "load"]
+
+_HOMES = {"Probe": "rankprobe.probe", "attach": "rankprobe.probe", "Report": "rankprobe.report", "load": "rankprobe.report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rankprobe' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

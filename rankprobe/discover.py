@@ -21,7 +21,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.attention import Attention, from_op
-from rankprobe.graph import Graph, Kind, Node, between, kind_of, moved_from, op_key, shape_of, tensors_in, terms, written_arguments
+from rankprobe.graph import (
+    Graph,
+    Kind,
+    Node,
+    between,
+    decomposed,
+    kind_of,
+    moved_from,
+    op_key,
+    remove_mode,
+    shape_of,
+    tensors_in,
+    terms,
+    written_arguments,
+)
 from rankprobe.measure import Held, Layout, Run, arrange, by_head, measuring, quiet
 from rankprobe.padding import is_decoder_argument, named_arguments
 
@@ -145,7 +159,7 @@ class _Weights:
 
 
 class Tracer(TorchDispatchMode):
-    """Watches one forward of `root`. Use as a context manager around it; then read the lists."""
+    """Watches one forward of `root`, from `start` to `stop`; then `finish`, and read the lists."""
 
     supports_higher_order_operators = True
 
@@ -179,19 +193,18 @@ class Tracer(TorchDispatchMode):
 
     # -- modules --------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Tracer:
+    def start(self) -> None:
         # Hooks for all modules at once, not one on each: nn.TransformerEncoderLayer leaves its fused kernel, and so its
         # numbers, as soon as one of its own modules has a hook.
         register = nn.modules.module
         self._handles.append(register.register_module_forward_pre_hook(lambda module, args: self.enter(module)))
         self._handles.append(register.register_module_forward_hook(lambda module, args, out: self.leave(module, out)))
-        super().__enter__()
-        return self
+        self.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        super().__exit__(*error)
+        remove_mode(self)
 
     def enter(self, module: nn.Module) -> None:
         if threading.get_ident() != self._thread:
@@ -277,6 +290,9 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if measuring():
             return func(*args, **kwargs)
+        parts = decomposed(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         name, kind = op_key(func), kind_of(func)
         tap = Tap(len(self.events) - 1, name, self.counts[-1][name])
         self.counts[-1][name] += 1
@@ -385,7 +401,7 @@ class Tracer(TorchDispatchMode):
         """Is this the product of an attention matrix and its values?"""
         first = 1 if name in ("baddbmm", "addmm", "addbmm") else 0
         operands = [a for a in args[first : first + 2] if isinstance(a, Tensor)]
-        if len(operands) != 2 or operands[0].dim() not in (2, 3):
+        if len(operands) != 2 or operands[0].dim() != operands[1].dim() or operands[0].dim() < 2 or "conv" in name:
             return None
         nodes = [self._source(t) for t in operands]
         found = [self._weights.get(n.id) for n in nodes]
@@ -395,7 +411,7 @@ class Tracer(TorchDispatchMode):
         weights = found[side]
         assert weights is not None
         matrix = operands[side] if side == 0 else operands[side].mT
-        matrix = matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
+        matrix = matrix.reshape(-1, *matrix.shape[-2:])
         width = operands[1 - side].shape[-1 if side == 0 else -2]
         if weights.undropped is not None and weights.undropped.queries == matrix.shape[1]:
             site = weights.undropped
@@ -406,7 +422,8 @@ class Tracer(TorchDispatchMode):
 
     def _dropout(self, name: str, args: Any, parents: list[Node], tap: Tap) -> AttentionSite | None:
         """An attention matrix about to be thinned out by dropout is measured as it was before."""
-        if name != "native_dropout" and not (name == "mul" and len(parents) == 2 and parents[1].noise):
+        thinned = name == "native_dropout" or (name in ("dropout", "dropout_") and args[2])
+        if not thinned and not (name == "mul" and len(parents) == 2 and parents[1].noise):
             return None
         weights = self._weights.get(parents[0].id)
         if weights is None or weights.undropped is not None:

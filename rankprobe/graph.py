@@ -16,8 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-__all__ = ["Graph", "Kind", "Node", "between", "kind_of", "moved_from", "op_key", "shape_of", "tensors_in", "terms", "written_arguments"]
+__all__ = [
+    "Graph",
+    "Kind",
+    "Node",
+    "between",
+    "decomposed",
+    "kind_of",
+    "moved_from",
+    "op_key",
+    "remove_mode",
+    "shape_of",
+    "tensors_in",
+    "terms",
+    "written_arguments",
+]
 
 
 class Kind(enum.Enum):
@@ -39,9 +54,15 @@ _MULTIPLY = {
 _NORM = {
     *("native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "rsqrt", "batch_norm"),
     *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_no_update"),
-    *("linalg_vector_norm", "_batch_norm_with_update", "_fused_rms_norm_backward"),
+    *("layer_norm", "rms_norm", "group_norm", "instance_norm", "linalg_vector_norm", "_batch_norm_with_update", "_fused_rms_norm_backward"),
 }
-_FUSED = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward")
+_FUSED = (
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
 _FUSED_LAYER = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
@@ -66,6 +87,35 @@ def kind_of(func: Any) -> Kind:
     if name in _NORM:
         return Kind.NORM
     return Kind.MOVE
+
+
+def decomposed(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What an einsum gives when run as the products it is made of, under `mode`; NotImplemented for other ops.
+
+    In inference mode composite ops arrive whole; elsewhere autograd has taken them apart before a mode sees them. The others
+    say what they do (linear, softmax, layer_norm); an einsum may be anything."""
+    if op_key(func) != "einsum":
+        return NotImplemented
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Take `mode` off the stack, also from under others that were entered since and are still wanted."""
+    depth = torch._C._len_torch_dispatch_stack()
+    if depth and torch._C._get_dispatch_stack_at(depth - 1) is mode:
+        mode.__exit__(None, None, None)
+        return
+    stack = _get_current_dispatch_mode_stack()
+    if not any(m is mode for m in stack):
+        return
+    above = []
+    while stack[-1] is not mode:
+        above.append(stack.pop())
+        above[-1].__exit__(None, None, None)
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        other.__enter__()
 
 
 @functools.cache

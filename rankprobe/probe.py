@@ -30,7 +30,7 @@ from rankprobe.measure import Options, Run, quiet
 from rankprobe.moments import Moments
 from rankprobe.padding import TokenMasks
 from rankprobe.report import Report, make_report
-from rankprobe.watch import Forward, Hook, Plan, inert, remove_mode
+from rankprobe.watch import Forward, Hook, Plan, inert
 
 __all__ = ["Probe", "attach"]
 
@@ -174,7 +174,7 @@ class Probe:
             self._install(None)
             tracer = Tracer(module, run, args, kwargs)
             self._local.current = tracer
-            tracer.__enter__()
+            tracer.start()
         else:
             forward = Forward(plan, run)
             self._local.current = forward
@@ -206,9 +206,7 @@ class Probe:
         self._local.depth = 0
         self._local.frame = None
         if isinstance(current, Tracer):
-            for handle in current._handles:
-                handle.remove()
-            remove_mode(current)
+            current.stop()
         elif isinstance(current, Forward):
             current.close()
 

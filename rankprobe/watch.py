@@ -12,17 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.anatomy import Found
 from rankprobe.attention import Attention, from_op
 from rankprobe.discover import AttentionSite, SkipSite, Tap, Tracer, as_attention, call_key, hidden_key, input_key
-from rankprobe.graph import op_key, tensors_in
+from rankprobe.graph import decomposed, op_key, remove_mode, tensors_in
 from rankprobe.measure import Held, Layout, Run, measuring
 
-__all__ = ["Forward", "Plan", "remove_mode"]
+__all__ = ["Forward", "Hook", "Plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +241,14 @@ class Forward(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if measuring():
+            return func(*args, **kwargs)
+        parts = decomposed(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         name = op_key(func)
         known = self._window.visits.get(name) if self._window is not None else None
-        if known is None or measuring():
+        if known is None:
             return func(*args, **kwargs)
         visits = known.get(self._counts[name], ())
         self._counts[name] += 1
@@ -258,24 +262,6 @@ class Forward(TorchDispatchMode):
             self._due.discard(visit.key)
             self.seen.add(visit.key)
         return out
-
-
-def remove_mode(mode: TorchDispatchMode) -> None:
-    """Take `mode` off the stack, also from under others that were entered since and are still wanted."""
-    depth = torch._C._len_torch_dispatch_stack()
-    if depth and torch._C._get_dispatch_stack_at(depth - 1) is mode:
-        mode.__exit__(None, None, None)
-        return
-    stack = _get_current_dispatch_mode_stack()
-    if not any(m is mode for m in stack):
-        return
-    above = []
-    while stack[-1] is not mode:
-        above.append(stack.pop())
-        above[-1].__exit__(None, None, None)
-    mode.__exit__(None, None, None)
-    for other in reversed(above):
-        other.__enter__()
 
 
 class Hook:

@@ -69,7 +69,7 @@ ORACLES = {
     "residual_median": (lambda t, m: metrics.residual(t, m, centre="median"), lambda x: composite(x - np.median(x, 0)) / composite(x)),
     "residual_fro": (lambda t, m: metrics.residual(t, m, norm="fro"), lambda x: np.linalg.norm(centred(x)) / np.linalg.norm(x)),
     "residual_1": (lambda t, m: metrics.residual(t, m, norm="1"), lambda x: np.linalg.norm(centred(x), 1) / np.linalg.norm(x, 1)),
-    "residual_inf": (lambda t, m: metrics.residual(t, m, norm="inf"), lambda x: np.linalg.norm(centred(x), np.inf) / np.linalg.norm(x, np.inf)),
+    "residual_inf": (lambda t, m: metrics.residual(t, m, norm="inf"), lambda x: np.linalg.norm(centred(x), np.inf) / np.linalg.norm(x, np.inf)),  # noqa: E501
     "cosine": (metrics.cosine, pairwise),
     "participation_ratio": (metrics.participation_ratio, gram_ratio),
     "effective_rank": (metrics.effective_rank, rank_me),
