@@ -57,6 +57,9 @@ _NORM = {
     *("layer_norm", "rms_norm", "group_norm", "instance_norm", "linalg_vector_norm", "_batch_norm_with_update", "_fused_rms_norm_backward"),
 }
 _FUSED = (
+    *("scaled_dot_product_attention", "_scaled_dot_product_", "_flash_attention_forward"),
+    *("_efficient_attention_forward", "_cudnn_attention_forward"),
+)
     "scaled_dot_product_attention",
     "_scaled_dot_product_",
     "_flash_attention_forward",

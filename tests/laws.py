@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankprobe
 from rankprobe.graph import tensors_in
@@ -283,6 +284,35 @@ def no_host_round_trip(case: Case) -> str | None:
             assert states and all(t.device.type == "cuda" for t in states)
             assert probe.forwards == 3
     return None
+
+
+class HostReads(TorchDispatchMode):
+    """Counts ops whose result the host has to wait for."""
+
+    WAITS = ("_local_scalar_dense", "item", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in self.WAITS
+        return func(*args, **(kwargs or {}))
+
+
+def no_reads_but_the_models_own(case: Case) -> None:
+    """A forward with a probe makes as many host reads as one without, traced or not."""
+    model, batch = case.build(), case.batch()
+
+    def reads() -> int:
+        with torch.no_grad(), HostReads() as mode:
+            model(**batch)
+        return mode.count
+
+    reads()
+    plain = reads()
+    with attached(model):
+        assert [reads() for _ in range(3)] == [plain] * 3
 
 
 # -- 8. never silent --------------------------------------------------------------------------------------------------
