@@ -60,12 +60,6 @@ _FUSED = (
     *("scaled_dot_product_attention", "_scaled_dot_product_", "_flash_attention_forward"),
     *("_efficient_attention_forward", "_cudnn_attention_forward"),
 )
-    "scaled_dot_product_attention",
-    "_scaled_dot_product_",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-    "_cudnn_attention_forward",
-)
 _FUSED_LAYER = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
