@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.tree import Tree
 
-from rankprobe.discover import AttentionSite, Call, SkipSite, Tracer
+from rankprobe.discover import Tracer
 from rankprobe.graph import Kind, Node, between
+from rankprobe.sites import AttentionSite, Call, SkipSite
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,6 +8,7 @@ difference; `head_metrics` and `matrix` work on either.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,10 +56,7 @@ class Attention:
 
     @property
     def groups(self) -> int:
-        n = 1
-        for size in self.lead:
-            n *= size
-        return n
+        return math.prod(self.lead)
 
     @property
     def kv_heads(self) -> int | None:

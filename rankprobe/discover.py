@@ -11,9 +11,10 @@ that the first forward counts like any other.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,115 +39,15 @@ from rankprobe.graph import (
 )
 from rankprobe.measure import Held, Layout, Run, arrange, by_head, measuring, quiet
 from rankprobe.padding import is_decoder_argument, named_arguments
+from rankprobe.sites import AttentionSite, Call, Event, SkipSite, Tap, call_key, hidden_key, input_key
 
-__all__ = ["AttentionSite", "Call", "Event", "SkipSite", "Tap", "Tracer"]
+__all__ = ["Tracer", "as_attention"]
 
 _ADDITIONS = {"add", "add_", "addcmul", "addcmul_"}
 _KEEPS_WEIGHT = {"index", "index_select", "select", "gather", "slice", "narrow"}
 _ROUTING = {"topk", "_grouped_mm", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "index_put"}
 _OPAQUE = "_transformer_encoder_layer_fwd"
 _OWN = ("aten", "prims", "prim")
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A module is entered or left, for the `nth` time in this forward."""
-
-    call: int
-    module: nn.Module
-    entry: bool
-    nth: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tap:
-    """The `ordinal`-th op called `op` after event number `event`."""
-
-    event: int
-    op: str
-    ordinal: int
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A module being run: a site is a call and not a module, since ALBERT runs one module twelve times."""
-
-    id: int
-    parent: int
-    name: str
-    kind: str
-    nth: int
-    module: nn.Module
-    opaque: bool = False  # takes a shortcut only while nobody hooks it
-    exit: int = -1
-    output: Node | None = None
-    output_place: int = -1  # which of the tensors it returned is the hidden state
-    before: Held | None = None  # the stream at its first skip connection
-    shapes: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(slots=True, eq=False)
-class AttentionSite:
-    key: str
-    call: int
-    tap: Tap
-    op: str
-    operand: int | None  # which operand is the matrix; None: a fused kernel
-    flipped: bool
-    lead: tuple[int, ...]
-    queries: int
-    keys: int
-    width: int  # features of a value
-    heads: int = 0
-    inner: int = 1
-    kv_heads: int | None = None
-    causal: bool = False
-    cross: bool = False
-    decoder: bool = False
-    node: Node | None = None
-    key_nodes: tuple[Node, ...] = ()
-    reach: Tensor | None = None  # largest distance looked back and ahead: tells causal and window, on the device
-
-    def settle(self) -> None:
-        """Tell heads from samples among what stands before queries and keys."""
-        groups = 1
-        for size in self.lead:
-            groups *= size
-        if self.heads and len(self.lead) > 1 and self.heads in self.lead:
-            axis = len(self.lead) - 1 - self.lead[::-1].index(self.heads)
-        elif self.heads and len(self.lead) == 1 and groups % self.heads == 0:
-            return
-        elif len(self.lead) > 1:
-            axis = len(self.lead) - 1
-        else:
-            self.heads = 1
-            return
-        self.heads = self.lead[axis]
-        self.inner = 1
-        for size in self.lead[axis + 1 :]:
-            self.inner *= size
-
-
-@dataclass(slots=True, eq=False)
-class SkipSite:
-    key: str
-    call: int
-    tap: Tap
-    skip: int  # position of the operand that is carried over
-    branch: int
-    kinds: tuple[str, ...]  # what the branch holds: attention, mlp, conv, linear
-    inplace: bool
-    skip_node: Node
-    branch_node: Node
-    layout: Layout
-    decoder: bool
-    gated: bool = False
-    routed: bool = False
-    parallel: bool = False
-    pre_norm: bool = False
-    inner_norm: bool = False
-    attentions: tuple[AttentionSite, ...] = ()
-    node: Node | None = None
 
 
 @dataclass(slots=True)
@@ -438,16 +339,12 @@ class Tracer(TorchDispatchMode):
         if kind is Kind.SOFTMAX and len(shape) > 1:
             self._weights[node.id] = _Weights(shape, node)
             return
-        size = 1
-        for n in shape:
-            size *= n
+        size = math.prod(shape)
         for parent in parents:
             weights = self._weights.get(parent.id)
             if weights is None or len(shape) < 2:
                 continue
-            before = 1
-            for n in parent.shape:
-                before *= n
+            before = math.prod(parent.shape)
             # Moved, sliced, scaled or mixed over heads; anything that grows is no longer the matrix, but for padding.
             if size > before and name not in ("expand", "repeat", "cat", "constant_pad_nd"):
                 continue
@@ -568,25 +465,10 @@ class Tracer(TorchDispatchMode):
         return call == outer
 
 
-def hidden_key(node: Node) -> str:
-    return f"@{node.id}"
-
-
-def input_key(skip: str) -> str:
-    return f"{skip}/input"
-
-
-def call_key(call: int) -> str:
-    return f"@call{call}"
-
-
 def as_attention(matrix: Tensor, shape: tuple[int, ...]) -> Attention:
     """A given matrix `(groups, queries, keys)` whose groups were laid out as `shape` says."""
     lead = tuple(shape[:-2])
-    size = 1
-    for n in lead:
-        size *= n
-    if size != matrix.shape[0] or not lead:
+    if not lead or math.prod(lead) != matrix.shape[0]:
         lead = (matrix.shape[0],)
     return Attention(lead, matrix.shape[1], matrix.shape[2], weights=matrix)
 

@@ -229,10 +229,11 @@ class Probe:
         anatomy, stacks = dissect(tracer, type(self.model).__name__)
         plan = Plan(tracer, stacks, self.options.heads or "attention" in self.options.keep)
         run = tracer.run
+        sites = plan.keys | {a.key for a in tracer.attentions}
         kept = {}
         for key, value in run.results.items():
             name = plan.rename.get(key, key)
-            if name in plan.keys or name.removesuffix("/influence") in plan.keys or name.removesuffix("/input") in plan.keys:
+            if name.removesuffix("/influence").removesuffix("/input") in sites:
                 kept[name] = value
         run.results = kept
         run.hidden_states = {plan.rename[k]: v for k, v in run.hidden_states.items() if k in plan.rename}

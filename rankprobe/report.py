@@ -170,7 +170,7 @@ LAYER_FIELDS = (
 )
 
 
-def _short(name: str, width: int = 18) -> str:
+def _short(name: str, width: int = 16) -> str:
     return name if len(name) <= width else "…" + name[-(width - 1) :]
 
 

@@ -61,12 +61,12 @@ def judge(report: Report) -> Verdict:
         if came_in == came_in and worst.residual_fro > FALL * came_in:
             return Verdict(
                 "healthy", None, worst.name,
-                f"tokens are alike ({share:.1%} of their energy is common) but came in so: residual {came_in:.3g} before the first block",
+                f"tokens are alike ({share:.1%} of their energy is common) but came in so: Frobenius residual {came_in:.3g} before the first block",
             )  # fmt: skip
         status, limit = ("collapsed", COLLAPSED) if worst.residual_fro < COLLAPSED else ("at risk", AT_RISK)
         first = next(x for x in measured if x.residual_fro < limit)
         common = f"{1 - first.residual_fro**2:.1%} of the tokens' energy is one common vector"
-        reason = f"{common} (residual {first.residual_fro:.3g}, cosine {first.cosine:.3g})"
+        reason = f"{common} (Frobenius residual {first.residual_fro:.3g}, cosine {first.cosine:.3g})"
         return Verdict(status, first.index, first.name, reason, tuple(_evidence(report, first)))
     peaked = [x for x in report.layers if x.heads and _share(x, lambda e: e < PEAKED) > MOST]
     if peaked:
@@ -77,7 +77,7 @@ def judge(report: Report) -> Verdict:
             f"(mean entropy {_entropy(first):.2g})",
             tuple(_evidence(report, first)),
         )  # fmt: skip
-    reason = f"tokens stay apart; the lowest residual is {worst.residual_fro:.3g} at layer {worst.index} ({worst.name})"
+    reason = f"tokens stay apart; the lowest Frobenius residual is {worst.residual_fro:.3g} at layer {worst.index} ({worst.name})"
     return Verdict("healthy", None, worst.name, reason)
 
 

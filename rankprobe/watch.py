@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.anatomy import Found
 from rankprobe.attention import Attention, from_op
-from rankprobe.discover import AttentionSite, SkipSite, Tap, Tracer, as_attention, call_key, hidden_key, input_key
+from rankprobe.discover import Tracer, as_attention
 from rankprobe.graph import decomposed, op_key, remove_mode, tensors_in
 from rankprobe.measure import Held, Layout, Run, measuring
+from rankprobe.sites import AttentionSite, SkipSite, Tap, call_key, hidden_key, input_key
 
 __all__ = ["Forward", "Hook", "Plan"]
 

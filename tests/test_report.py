@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import rankprobe
+import rankprobe.report
 from laws import attached
 from registry import BY_NAME
 
@@ -38,10 +40,36 @@ def test_saved_and_loaded(report: rankprobe.Report, tmp_path: Path) -> None:
 def test_prints_within_eighty_columns(report: rankprobe.Report) -> None:
     text = str(report)
     assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text.split("layer", 1)[1].split("Watched")[0].replace("…", "", 0) or True
     for stack in ("encoder.block", "decoder.block"):
         assert stack in text
     assert "Watched 4 of 4 blocks, 6 of 6 attention calls" in text
+
+
+def test_no_number_is_cut_short() -> None:
+    """The widest names and numbers that come up: a module deep in a shared stack, values from 1e-9 to 1e9."""
+    layer = rankprobe.report.Layer(10, "albert.encoder.albert_layer_groups.0.albert_layers.0 (call 11)", "s", samples=4)
+    numbers = {"residual": 1.2e-9, "cosine": -0.123, "effective_rank": 1234.56, "block_influence": 1.23e-9, "residual_fro": 0.5}
+    skips = (rankprobe.report.SkipRatio("mlp", 1.234e9),)
+    heads = (rankprobe.report.Head(0.0, 0.1, 0.1), rankprobe.report.Head(1.0, 0.1, 0.1))
+    wide = dataclasses.replace(layer, **numbers, std={"residual": 1.5e-10}, skips=skips, heads=heads)  # type: ignore[arg-type]
+    text = str(rankprobe.Report("m", 1, {}, {}, (), (wide,)))
+    row = next(line for line in text.splitlines() if line.startswith("10 "))
+    assert row.split()[-7:] == ["1.2e-09", "1.5e-10", "-0.123", "1234.6", "1.2e+09", "1.2e-09", "0.00–1.00"]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_heads_are_measured_once_by_default_and_always_on_request() -> None:
+    case = BY_NAME["bert"]
+    for heads, samples in ((False, 2), (True, 6)):
+        model = case.build()
+        with torch.no_grad(), attached(model, heads=heads) as probe:
+            for _ in range(3):
+                model(**case.batch())
+        report = probe.report()
+        assert report.watched == report.found
+        assert [len(layer.heads) for layer in report.layers] == [4, 4, 4]
+        assert probe.moments.summary()[probe.anatomy.attentions[2].key][0].count == samples
+        assert any("first forward only, 2 samples" in note for note in report.notes) is not heads
 
 
 def test_metrics_are_flat_and_finite(report: rankprobe.Report) -> None:
