@@ -276,11 +276,13 @@ def find_blocks(tracer: Tracer) -> list[Found]:
 
 
 def _groups(sites: list[SkipSite]) -> list[list[SkipSite]]:
-    """Skip connections of one call in rounds: attention (self, cross, …), then MLP; the next attention starts a new one."""
+    """Skip connections of one call in rounds: attention (self, cross, …), then MLP; the next attention starts a new one.
+    Without MLPs, every self-attention does."""
     groups: list[list[SkipSite]] = []
+    bare = not any("mlp" in s.kinds for s in sites)
     for site in sites:
-        attends = "attention" in site.kinds
-        done = groups and any("attention" in s.kinds for s in groups[-1]) and "mlp" in groups[-1][-1].kinds
+        attends = "attention" in site.kinds and not (bare and any(a.cross for a in site.attentions))
+        done = groups and any("attention" in s.kinds for s in groups[-1]) and (bare or "mlp" in groups[-1][-1].kinds)
         if not groups or (attends and done):
             groups.append([])
         groups[-1].append(site)

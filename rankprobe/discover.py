@@ -39,7 +39,7 @@ from rankprobe.graph import (
 )
 from rankprobe.measure import Held, Layout, Run, arrange, by_head, measuring, quiet
 from rankprobe.padding import is_decoder_argument, named_arguments
-from rankprobe.sites import AttentionSite, Call, Event, SkipSite, Tap, call_key, hidden_key, input_key
+from rankprobe.sites import AttentionSite, Call, Event, SkipSite, Tap, call_key, hidden_key, input_key, part_key
 
 __all__ = ["Tracer", "as_attention"]
 
@@ -83,6 +83,7 @@ class Tracer(TorchDispatchMode):
         self._last: dict[int, SkipSite] = {}  # by call: the newest skip connection inside
         self._sites: Counter[str] = Counter()
         self._measured: set[str] = set()
+        self._starts: list[tuple[str, Held]] = []  # the stream at the last three skip connections
         self._parameters = {p.untyped_storage()._cdata for p in root.parameters() if not p.is_nested}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, value in named_arguments(root, args, kwargs):
@@ -228,6 +229,8 @@ class Tracer(TorchDispatchMode):
                 self._last[number] = skip
             result = next(iter(tensors_in(out)))
             self._measure_hidden(hidden_key(node), result, skip.layout, skip.decoder)
+            for start, held in self._starts:
+                self._measure_hidden(part_key(start, node), result, skip.layout, skip.decoder, held)
         return out
 
     def _source(self, tensor: Tensor) -> Node:
@@ -454,6 +457,7 @@ class Tracer(TorchDispatchMode):
         held = self.run.hold(x, site.layout, site.decoder)
         self.run.skip(site.key, held, branch, site.layout)
         self.run.hidden(input_key(site.key), held)
+        self._starts = [*self._starts[-2:], (site.key, held)]
         for number in self._open:
             call = self.calls[number]
             if call.before is None and self._last.get(number) is None:

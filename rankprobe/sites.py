@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankprobe.graph import Node
 from rankprobe.measure import Held, Layout
 
-__all__ = ["AttentionSite", "Call", "Event", "SkipSite", "Tap", "call_key", "hidden_key", "input_key"]
+__all__ = ["AttentionSite", "Call", "Event", "SkipSite", "Tap", "call_key", "hidden_key", "input_key", "part_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,10 @@ def hidden_key(node: Node) -> str:
 
 def input_key(skip: str) -> str:
     return f"{skip}/input"
+
+
+def part_key(skip: str, end: Node) -> str:
+    return f"@{skip}>{end.id}"
 
 
 def call_key(call: int) -> str:

@@ -61,7 +61,8 @@ def judge(report: Report) -> Verdict:
         if came_in == came_in and worst.residual_fro > FALL * came_in:
             return Verdict(
                 "healthy", None, worst.name,
-                f"tokens are alike ({share:.1%} of their energy is common) but came in so: Frobenius residual {came_in:.3g} before the first block",
+                f"tokens are alike ({share:.1%} of their energy is common) but came in so: "
+                f"Frobenius residual {came_in:.3g} before the first block",
             )  # fmt: skip
         status, limit = ("collapsed", COLLAPSED) if worst.residual_fro < COLLAPSED else ("at risk", AT_RISK)
         first = next(x for x in measured if x.residual_fro < limit)

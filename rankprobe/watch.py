@@ -20,7 +20,7 @@ from rankprobe.attention import Attention, from_op
 from rankprobe.discover import Tracer, as_attention
 from rankprobe.graph import decomposed, op_key, remove_mode, tensors_in
 from rankprobe.measure import Held, Layout, Run, measuring
-from rankprobe.sites import AttentionSite, SkipSite, Tap, call_key, hidden_key, input_key
+from rankprobe.sites import AttentionSite, SkipSite, Tap, call_key, hidden_key, input_key, part_key
 
 __all__ = ["Forward", "Hook", "Plan"]
 
@@ -138,7 +138,8 @@ class Plan:
         if node is None:
             return
         self.rename[hidden_key(node)] = block.key
-        self.rename[f"{call_key(block.call.id)}/influence"] = f"{block.key}/influence"
+        whole = call_key(block.call.id) if block.by_return else part_key(block.skips[0].key, node) if block.skips else ""
+        self.rename[f"{whole}/influence"] = f"{block.key}/influence"
         last = block.skips[-1] if block.skips else None
         layout = last.layout if last else Layout()
         decoder = last.decoder if last else False
