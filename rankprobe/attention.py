@@ -141,18 +141,15 @@ class Attention:
             bias = bias[..., r : r + scores.shape[-2], :] if bias.shape[-2] > 1 else bias
             wide = scores.view(*lead, *scores.shape[1:])
             if bias.dtype == torch.bool:
-                wide.masked_fill_(~bias, HIDDEN)
+                wide += torch.zeros(bias.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~bias, HIDDEN)
                 shown = bias
             else:
-                wide += bias
-                wide.clamp_(min=HIDDEN)
+                wide += bias.clamp(min=max(HIDDEN, torch.finfo(bias.dtype).min))
                 shown = bias > torch.finfo(bias.dtype).min / 2
             seen = shown.expand(*shown.shape[:-1], self.keys).sum(-1).expand(wide.shape[:-1]).reshape(scores.shape[:-1])
         if self.causal:
-            row = torch.arange(r, r + scores.shape[-2], device=scores.device)
-            hidden = torch.arange(self.keys, device=scores.device) > row.unsqueeze(-1)
-            scores.masked_fill_(hidden, HIDDEN)
-            below = (row + 1).clamp(max=self.keys)
+            scores += scores.new_full(scores.shape[1:], HIDDEN).triu_(r + 1)
+            below = torch.arange(r + 1, r + 1 + scores.shape[-2], device=scores.device).clamp(max=self.keys)
             seen = below if seen is None else torch.minimum(seen, below)
         if seen is None:
             return torch.full((), self.keys, device=scores.device).expand(scores.shape[:-1])

@@ -32,7 +32,7 @@ __all__ = [
 
 # Tokens that every other token is compared with where all pairs would cost more than the model's own layers: pairwise
 # metrics are exact up to this many tokens and use evenly spaced ones beyond.
-PAIRED_TOKENS = 128
+PAIRED_TOKENS = 64
 
 Norm = Literal["composite", "fro", "1", "inf"]
 Centre = Literal["mean", "median"]
@@ -155,7 +155,7 @@ def participation_ratio(x: Tensor | Tokens, mask: Tensor | None = None) -> Tenso
     """Effective rank without a decomposition: (tr C)² / tr C² with C = XXᵀ, i.e. (Σσ²)² / Σσ⁴ of the singular values.
 
     1 when all tokens lie on one line, min(tokens, features) when all singular values are equal. Not centred. Exact up to
-    128 tokens; beyond, tr C² comes from the products of all tokens with 128 evenly spaced ones.
+    64 tokens; beyond, tr C² comes from the products of all tokens with 64 evenly spaced ones.
     """
     t = tokens(x, mask)
     n = t.x.shape[1]

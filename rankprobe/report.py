@@ -145,9 +145,8 @@ class Report:
         return Group(*parts)
 
     def _table(self, stack: str, titled: bool) -> Table:
-        table = Table(
-            box=None, padding=(0, 0, 0, 1), pad_edge=False, title=escape(stack) if titled and stack else None, title_justify="left"
-        )
+        title = escape(stack) if titled and stack else None
+        table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False, title=title, title_justify="left")
         has_heads = any(x.heads for x in self.layers)
         table.add_column("layer", overflow="ellipsis", no_wrap=True)
         for name in ("residual", "±", "cosine", "eff.rank", "branch", "turn", *(("entropy",) if has_heads else ())):
