@@ -83,7 +83,7 @@ class Tracer(TorchDispatchMode):
         self._last: dict[int, SkipSite] = {}  # by call: the newest skip connection inside
         self._sites: Counter[str] = Counter()
         self._measured: set[str] = set()
-        self._starts: list[tuple[str, Held]] = []  # the stream at the last three skip connections
+        self._starts: list[tuple[str, Held]] = []  # the stream at the last two skip connections
         self._parameters = {p.untyped_storage()._cdata for p in root.parameters() if not p.is_nested}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, value in named_arguments(root, args, kwargs):
@@ -457,7 +457,7 @@ class Tracer(TorchDispatchMode):
         held = self.run.hold(x, site.layout, site.decoder)
         self.run.skip(site.key, held, branch, site.layout)
         self.run.hidden(input_key(site.key), held)
-        self._starts = [*self._starts[-2:], (site.key, held)]
+        self._starts = [*self._starts[-1:], (site.key, held)]
         for number in self._open:
             call = self.calls[number]
             if call.before is None and self._last.get(number) is None:

@@ -144,7 +144,7 @@ class Run:
     problems: dict[str, str] = field(default_factory=dict)
     single: set[str] = field(default_factory=set)  # sites that had one token only
     _shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the last attention: groups, groups a sample, queries, keys
-    _recent: list[tuple[tuple[Any, ...], Tensor, Held]] = field(default_factory=list)
+    _recent: tuple[tuple[Any, ...], Tensor, Held] | None = None
     _later: dict[tuple[Any, ...], _Batch] = field(default_factory=dict)
     _waiting: int = 0
 
@@ -161,15 +161,14 @@ class Run:
     # -- hidden states --------------------------------------------------------------------------------------------
 
     def hold(self, x: Tensor, layout: Layout, decoder: bool) -> Held:
-        """The last two are remembered: a block's output is the next one's skip."""
+        """The last is remembered: a block's output is the next one's skip."""
         x = self._padded(x)
         place = (x.data_ptr() if not _is_fake(x) else id(x), x.shape, x.stride(), None if x.is_inference() else x._version)
-        for known, own, held in self._recent:
-            if known == place and own.device == x.device:
-                return held
+        if self._recent is not None and self._recent[0] == place and self._recent[1].device == x.device:
+            return self._recent[2]
         laid = self._lay_out(x.detach(), layout)
         held = Held(x, laid, self.masks.find(laid.shape[0], laid.shape[1], decoder, self._shape[3]))
-        self._recent = [*self._recent[-1:], (place, x, held)]
+        self._recent = (place, x, held)
         return held
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -220,9 +219,12 @@ class Run:
         self._put_off(key, together, site, tuple(held.x for held in given))
 
     def _hidden_rows(self, t: Tokens) -> Tensor:
+        fro = metrics.residual(t, norm="fro")
+        residual = metrics.residual(t, centre=self.options.centre)
+        t.forget()
         rows = [
-            metrics.residual(t, centre=self.options.centre),
-            metrics.residual(t, norm="fro"),
+            residual,
+            fro,
             metrics.cosine(t),
             metrics.participation_ratio(t),
             metrics.frequency_ratio(t),

@@ -94,7 +94,12 @@ class Tokens:
 
     @cached_property
     def centred_size(self) -> Tensor:
+        """Frobenius norm of what is not common."""
         return torch.linalg.vector_norm(torch.linalg.vector_norm(self.centred, dim=-1), dim=-1)
+
+    def forget(self) -> None:
+        """Let go of the largest intermediate result."""
+        self.__dict__.pop("centred", None)
 
     def without(self, centre: Tensor) -> Tensor:
         rest = self.x - centre.unsqueeze(1)
