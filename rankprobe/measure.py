@@ -243,7 +243,8 @@ class Run:
             samples = self.masks.samples(call.groups, call.queries)
             if samples:
                 call = dataclasses.replace(call, lead=(samples, call.groups // samples))
-        self.masks.infer(attn.key_mask(call))
+        if not self.masks.known(call.lead[0], call.keys):
+            self.masks.infer(attn.key_mask(call))
         self._shape = (call.groups, heads * inner or (call.lead[-1] if len(call.lead) > 1 else 0), call.queries, call.keys)
         if "attention" in self.options.keep:
             full = attn.matrix(call)

@@ -32,7 +32,8 @@ class TokenMasks:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: MaskFunction | None) -> None:
         self._masks: list[tuple[bool | None, Tensor]] = []
-        self.unused: list[str] = []
+        self._ends: dict[tuple[int, int], Tensor] = {}
+        self.unused: list[str] = []  # arguments that were taken for masks and fit nothing yet
         if given is not None:
             told = given(*args, **kwargs)
             if told is not None:
@@ -58,8 +59,17 @@ class TokenMasks:
                 continue
             if mask.shape[1] == tokens or mask.shape[1] == keys > tokens:
                 self.unused.clear()
-                return mask[:, -tokens:]
+                return mask if mask.shape[1] == tokens else self._end_of(mask, tokens)
         return None
+
+    def _end_of(self, mask: Tensor, tokens: int) -> Tensor:
+        """Cut once: sites that share a mask are known by sharing the tensor."""
+        if (id(mask), tokens) not in self._ends:
+            self._ends[id(mask), tokens] = mask[:, -tokens:]
+        return self._ends[id(mask), tokens]
+
+    def known(self, samples: int, keys: int) -> bool:
+        return any(mask.shape == (samples, keys) for _, mask in self._masks)
 
     def samples(self, groups: int, tokens: int) -> int | None:
         """The batch size of a mask for `tokens` tokens that divides `groups`: samples × heads laid out flat."""
