@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,9 +99,9 @@ def _evidence(report: Report, layer: Layer) -> list[str]:
     return found
 
 
-def _share(layer: Layer, test: object) -> float:
+def _share(layer: Layer, test: Callable[[float], bool]) -> float:
     entropies = [h.entropy for h in layer.heads if h.entropy == h.entropy]
-    return sum(bool(test(e)) for e in entropies) / len(entropies) if entropies else 0.0  # type: ignore[operator]
+    return sum(map(test, entropies)) / len(entropies) if entropies else 0.0
 
 
 def _entropy(layer: Layer) -> float:
