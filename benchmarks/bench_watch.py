@@ -2,6 +2,8 @@
 
 python benchmarks/bench_watch.py            # ratios and peak memory, as a table
 python benchmarks/bench_watch.py --rounds 9
+
+Beside each ratio stands that of a second plain copy, timed in the same rounds: how far from 1 that is, is the machine's noise.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -18,6 +22,7 @@ from rich.table import Table
 from torch import nn
 
 import rankprobe
+from rankprobe.measure import Run
 
 
 def bert(layers: int = 12, width: int = 768, heads: int = 12, positions: int = 512) -> nn.Module:
@@ -45,20 +50,40 @@ def gpt2(positions: int = 1024) -> nn.Module:
     return GPT2Model(GPT2Config(n_positions=positions, use_cache=False)).eval()
 
 
-def ratio(model: nn.Module, ids: torch.Tensor, rounds: int, **options: bool) -> tuple[float, float]:
-    """Watched over plain, the median of rounds that time the two side by side in turn, and the plain seconds."""
-    watched = copy.deepcopy(model)
-    plain_times, ratios = [], []
-    with torch.no_grad(), rankprobe.attach(watched, **options):  # type: ignore[arg-type]
+def ratio(model: nn.Module, ids: torch.Tensor, rounds: int, **options: bool) -> tuple[float, float, float]:
+    """Watched over plain and plain copy over plain, medians of rounds that time the three in turn, and the plain seconds."""
+    arms = (model, copy.deepcopy(model), copy.deepcopy(model))
+    plain_times, ratios, controls = [], [], []
+    with torch.no_grad(), rankprobe.attach(arms[1], **options):  # type: ignore[arg-type]
         for _ in range(2):  # discovery is paid once
-            model(input_ids=ids)
-            watched(input_ids=ids)
+            for arm in arms:
+                arm(input_ids=ids)
         for i in range(rounds):
-            order = (model, watched) if i % 2 else (watched, model)
-            times = {id(m): timed(lambda m=m: m(input_ids=ids)) for m in order}  # type: ignore[misc]
-            plain_times.append(times[id(model)])
-            ratios.append(times[id(watched)] / times[id(model)])
-    return statistics.median(ratios), statistics.median(plain_times)
+            times = [0.0, 0.0, 0.0]
+            for turn in range(3):
+                place = (i + turn) % 3
+                times[place] = timed(lambda place=place: arms[place](input_ids=ids))  # type: ignore[misc]
+            plain_times.append(times[0])
+            ratios.append(times[1] / times[0])
+            controls.append(times[2] / times[0])
+    return statistics.median(ratios), statistics.median(controls), statistics.median(plain_times)
+
+
+def at_sites(model: nn.Module, ids: torch.Tensor, rounds: int) -> float:
+    """Seconds a forward spends in measurements, timed around each: for where they drown in the noise of the forward."""
+    spent = [0.0]
+    attempt = Run.attempt
+
+    def clocked(self: Run, *args: Any) -> None:
+        start = time.perf_counter()
+        attempt(self, *args)
+        spent[-1] += time.perf_counter() - start
+
+    with torch.no_grad(), rankprobe.attach(model), mock.patch.object(Run, "attempt", clocked):
+        for _ in range(rounds + 2):
+            spent.append(0.0)
+            model(input_ids=ids)
+    return statistics.median(spent[3:])
 
 
 def timed(run: Callable[[], object], least: float = 0.2) -> float:
@@ -97,7 +122,7 @@ def extra_peak(tokens: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--only", default="", help="rows whose name holds this")
     chosen = parser.parse_args()
     rounds = chosen.rounds
@@ -106,6 +131,7 @@ def main() -> None:
         "what",
         "measured",
         "at most",
+        "plain again",
         "seconds plain",
         title=f"torch {torch.__version__}, CPU, {torch.get_num_threads()} threads, median of {rounds}",
     )
@@ -122,19 +148,18 @@ def main() -> None:
             ("default", {}, "2.0 ×" if small else "1.05 ×"),
             ("heads=True", {"heads": True}, "" if small else "1.25 ×"),
         ):
-            found, plain = ratio(model, ids, rounds * 3 if small else rounds, **options)
-            table.add_row(f"{name}, {what}", f"{found:.3f} ×", limit, f"{plain:.4f}")
+            found, control, plain = ratio(model, ids, rounds, **options)
+            table.add_row(f"{name}, {what}", f"{found:.3f} ×", limit, f"{control:.3f} ×", f"{plain:.4f}")
     if chosen.only in "peak memory":
         first, later = extra_peak(4096)
-        table.add_row("peak memory, 4096 tokens, 12 heads, traced forward", f"{first:+.0f} MB", "64 MB", "")
-        table.add_row("peak memory, 4096 tokens, 12 heads, later ones", f"{later:+.0f} MB", "64 MB", "")
+        table.add_row("peak memory, 4096 tokens, 12 heads, traced forward", f"{first:+.0f} MB", "64 MB")
+        table.add_row("peak memory, 4096 tokens, 12 heads, later ones", f"{later:+.0f} MB", "64 MB")
     for tokens in (1024, 2048, 4096, 8192) if chosen.only in "long" else ():
         model, ids = bert(layers=1, positions=tokens), torch.randint(0, 1000, (1, tokens))
-        hidden, plain = ratio(model, ids, max(3, rounds // 2))
-        heads, _ = ratio(model, ids, max(3, rounds // 3), heads=True)
-        extra = (hidden - 1) * plain / tokens * 1e6
-        table.add_row(f"long: {tokens} tokens, one layer, default", f"{extra:.1f} µs/token", "flat", f"{plain:.4f}")
-        table.add_row(f"long: {tokens} tokens, one layer, heads=True", f"{heads:.2f} ×", "", "")
+        heads, control, plain = ratio(model, ids, max(3, rounds // 5), heads=True)
+        spent = at_sites(model, ids, max(3, rounds // 2)) / tokens
+        table.add_row(f"long: {tokens} tokens, one layer, default", f"{spent * 1e6:.1f} µs/token", "flat")
+        table.add_row(f"long: {tokens} tokens, one layer, heads=True", f"{heads:.2f} ×", "", f"{control:.3f} ×", f"{plain:.4f}")
     Console(width=100).print(table)
 
 

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
     groups: slice
     queries: slice
-    p: Tensor  # (groups, queries, keys), float32 or better
+    p: Tensor  # (groups, queries, keys), float32 or better, to be overwritten at will; keys past its width have no weight
     seen: Tensor  # (groups, queries)
     entropy: Tensor | None
 
@@ -86,7 +86,7 @@ class Attention:
             step = max(1, block // (item * self.keys * rows))
             for g in range(0, self.groups, step):
                 for r in range(0, self.queries, rows):
-                    p = self.weights[g : g + step, r : r + rows].to(self.dtype)
+                    p = self.weights[g : g + step, r : r + rows].to(self.dtype, copy=True)
                     told = _entropy(p) if entropy else None
                     yield Rows(slice(g, g + p.shape[0]), slice(r, r + p.shape[1]), p, (p != 0).sum(-1), told)
             return
@@ -103,13 +103,12 @@ class Attention:
             k = k.to(self.dtype).flatten(0, -3).mT
             q = (self.q[b : b + step] * self.scale).to(self.dtype).flatten(0, -3)
             for r in range(0, self.queries, rows):
-                scores = torch.bmm(q[:, r : r + rows], k)
+                scores = torch.bmm(q[:, r : r + rows], k[..., : r + rows] if self.causal else k)
                 seen = self._hide(scores, b, r)
-                top = scores.amax(-1, keepdim=True)
-                p = scores.sub_(top).exp()
-                total = p.sum(-1, keepdim=True)
-                told = (total.log() - scores.mul_(p).sum(-1, keepdim=True) / total).squeeze(-1) if entropy else None
-                p /= total
+                p = scores.softmax(-1)  # several times faster than `exp` where keys are hidden
+                told = None
+                if entropy:  # of softmax(s) is log Σ exp(s − max s) − Σ p (s − max s), and the sum is 1 / max p
+                    told = -p.amax(-1).log() - scores.sub_(scores.amax(-1, keepdim=True)).mul_(p).sum(-1)
                 if self.bias is not None:
                     p.masked_fill_((seen == 0).unsqueeze(-1), 0.0)  # a row that may see nothing
                 start = b * inner
@@ -131,7 +130,7 @@ class Attention:
 
     def _hide(self, scores: Tensor, b: int, r: int) -> Tensor:
         """Mask and bias `scores`, (groups, rows, keys), in place; how many keys each row may see, (groups, rows)."""
-        seen = None
+        seen, keys = None, scores.shape[-1]
         if self.bias is not None:
             bias = self.bias
             if bias.dim() < len(self.lead) + 2:
@@ -139,6 +138,7 @@ class Attention:
             lead = (scores.shape[0] * self.lead[0] // self.groups, *self.lead[1:])
             bias = bias[b : b + lead[0]] if bias.shape[0] > 1 else bias
             bias = bias[..., r : r + scores.shape[-2], :] if bias.shape[-2] > 1 else bias
+            bias = bias[..., :keys]
             wide = scores.view(*lead, *scores.shape[1:])
             if bias.dtype == torch.bool:
                 wide += torch.zeros(bias.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~bias, HIDDEN)
@@ -146,13 +146,13 @@ class Attention:
             else:
                 wide += bias.clamp(min=max(HIDDEN, torch.finfo(bias.dtype).min))
                 shown = bias > torch.finfo(bias.dtype).min / 2
-            seen = shown.expand(*shown.shape[:-1], self.keys).sum(-1).expand(wide.shape[:-1]).reshape(scores.shape[:-1])
+            seen = shown.expand(*shown.shape[:-1], keys).sum(-1).expand(wide.shape[:-1]).reshape(scores.shape[:-1])
         if self.causal:
             scores += scores.new_full(scores.shape[1:], HIDDEN).triu_(r + 1)
-            below = torch.arange(r + 1, r + 1 + scores.shape[-2], device=scores.device).clamp(max=self.keys)
+            below = torch.arange(r + 1, r + 1 + scores.shape[-2], device=scores.device).clamp(max=keys)
             seen = below if seen is None else torch.minimum(seen, below)
         if seen is None:
-            return torch.full((), self.keys, device=scores.device).expand(scores.shape[:-1])
+            return torch.full((), keys, device=scores.device).expand(scores.shape[:-1])
         return seen.expand(scores.shape[:-1])
 
 
@@ -235,15 +235,16 @@ def head_metrics(attention: Attention, mask: Tensor | None = None) -> Tensor:
         told = seen > 1 if keep is None else (seen > 1) & keep
         if shift is None or rows.start == 0:
             # Squares are summed about the first rows' mean: near-uniform rows would cancel otherwise.
-            shift = p.mean(1, keepdim=True)
-        off = p - shift
+            shift = p.new_zeros(p.shape[0], 1, attention.keys)
+            shift[..., : p.shape[2]] = p.mean(1, keepdim=True)
+        off = p.sub_(shift[..., : p.shape[2]])
         if keep is not None:
             off = off.masked_fill_(~keep.unsqueeze(-1), 0.0)
-        sums[groups] += off.sum(1)
+        sums[groups, : off.shape[2]] += off.sum(1)
         total[0, groups] += entropy.masked_fill(~told, 0.0).sum(1)
         total[1, groups] += told.sum(1)
         total[2, groups] += torch.linalg.vector_norm(off, dim=(1, 2)).square()
-        total[3, groups] += p.shape[1] if keep is None else keep.sum(1)
+        total[3, groups] += off.shape[1] if keep is None else keep.sum(1)
         if rows.stop == attention.queries:
             n = total[3, groups]
             about = sums[groups]
@@ -272,8 +273,8 @@ def matrix(attention: Attention) -> Tensor:
     out: Tensor | None = None
     for groups, rows, p, *_ in attention.blocks():
         if out is None:
-            out = p.new_empty(attention.groups, attention.queries, attention.keys)
-        out[groups, rows] = p
+            out = p.new_zeros(attention.groups, attention.queries, attention.keys)
+        out[groups, rows, : p.shape[2]] = p
     assert out is not None
     return out
 
@@ -292,14 +293,18 @@ def spectral_gap(attention: Attention, mask: Tensor | None = None, steps: int = 
         for groups, rows, p, *_ in attention.blocks():
             if rows_in is not None:
                 p = p * rows_in[groups, rows].unsqueeze(-1)
-            image[groups] += torch.bmm(p.mT, torch.bmm(p, v[groups]))
+            image[groups, : p.shape[2]] += torch.bmm(p.mT, torch.bmm(p, v[groups, : p.shape[2]]))
         sizes = torch.linalg.vecdot(v, image, dim=1).clamp(min=0.0)
         v = image
     return (1.0 - (sizes[:, 1] / sizes[:, 0]).sqrt()).unsqueeze(0)
 
 
 def _orthonormal(v: Tensor) -> Tensor:
-    a = v[..., 0] / torch.linalg.vector_norm(v[..., 0], dim=-1, keepdim=True).clamp(min=1e-30)
-    b = v[..., 1] - torch.linalg.vecdot(a, v[..., 1]).unsqueeze(-1) * a
-    b = b / torch.linalg.vector_norm(b, dim=-1, keepdim=True).clamp(min=1e-30)
+    a, b = _unit(v[..., 0]), _unit(v[..., 1])
+    for _ in range(2):  # what is left of near-parallel vectors is rounding: once more takes that out too
+        b = _unit(b - torch.linalg.vecdot(a, b).unsqueeze(-1) * a)
     return torch.stack((a, b), dim=-1)
+
+
+def _unit(v: Tensor) -> Tensor:
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=1e-30)

@@ -219,12 +219,9 @@ class Run:
         self._put_off(key, together, site, tuple(held.x for held in given))
 
     def _hidden_rows(self, t: Tokens) -> Tensor:
-        fro = metrics.residual(t, norm="fro")
-        residual = metrics.residual(t, centre=self.options.centre)
-        t.forget()
         rows = [
-            residual,
-            fro,
+            metrics.residual(t, centre=self.options.centre),
+            metrics.residual(t, norm="fro"),
             metrics.cosine(t),
             metrics.participation_ratio(t),
             metrics.frequency_ratio(t),

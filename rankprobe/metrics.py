@@ -88,18 +88,33 @@ class Tokens:
         return self._sums[:, 1]
 
     @cached_property
-    def centred(self) -> Tensor:
-        """Tokens less their mean, 0 for padding."""
-        return self.without(self.mean)
+    def _sizes(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+        """The induced norms of the tokens, those of what is not common in them, and the latter's Frobenius norm.
 
-    @cached_property
+        All in one go and one scratch buffer: fresh memory costs more than the arithmetic.
+        """
+        room = self.x.abs()
+        whole = _induced(room)
+        torch.sub(self.x, self.mean.unsqueeze(1), out=room)
+        if self.mask is not None:
+            room.masked_fill_(self.absent, 0.0)
+        size = torch.linalg.vector_norm(torch.linalg.vector_norm(room, dim=-1), dim=-1)
+        return whole, _induced(room.abs_()), size
+
+    @property
+    def induced(self) -> tuple[Tensor, Tensor]:
+        """Largest absolute column sum and largest absolute row sum, `(batch,)` each."""
+        return self._sizes[0]
+
+    @property
+    def centred_induced(self) -> tuple[Tensor, Tensor]:
+        """The same of the tokens less their mean."""
+        return self._sizes[1]
+
+    @property
     def centred_size(self) -> Tensor:
-        """Frobenius norm of what is not common."""
-        return torch.linalg.vector_norm(torch.linalg.vector_norm(self.centred, dim=-1), dim=-1)
-
-    def forget(self) -> None:
-        """Let go of the largest intermediate result."""
-        self.__dict__.pop("centred", None)
+        """Frobenius norm of the tokens less their mean."""
+        return self._sizes[2]
 
     def without(self, centre: Tensor) -> Tensor:
         rest = self.x - centre.unsqueeze(1)
@@ -121,21 +136,24 @@ def residual(x: Tensor | Tokens, mask: Tensor | None = None, *, norm: Norm = "co
     t = tokens(x, mask)
     if norm == "fro" and centre == "mean":
         return t.centred_size / t.size
-    rest = t.centred if centre == "mean" else t.without(_median(t))
+    if centre == "mean":
+        return _norm(t.centred_induced, norm) / _norm(t.induced, norm) + 0.0 * t.count
+    rest = t.without(_median(t))
     if norm == "fro":
         return torch.linalg.matrix_norm(rest) / t.size
-    return _induced(rest, norm) / _induced(t.x, norm) + 0.0 * t.count
+    return _norm(_induced(rest.abs_()), norm) / _norm(t.induced, norm) + 0.0 * t.count
 
 
-def _induced(x: Tensor, norm: Norm) -> Tensor:
-    size = x.abs()
-    columns = size.sum(1).amax(-1) if norm != "inf" else None
-    rows = size.sum(2).amax(-1) if norm != "1" else None
-    if columns is None or rows is None:
-        only = rows if columns is None else columns
-        assert only is not None
-        return only
-    return columns.sqrt() * rows.sqrt()  # the roots first: the product of two large sums may overflow
+def _induced(size: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrix norms that vectors' 1-norm and maximum norm induce, given the entries' absolute values."""
+    return size.sum(1).amax(-1), size.sum(2).amax(-1)
+
+
+def _norm(induced: tuple[Tensor, Tensor], norm: Norm) -> Tensor:
+    columns, rows = induced
+    if norm == "composite":
+        return columns.sqrt() * rows.sqrt()  # the roots first: the product of two large sums may overflow
+    return columns if norm == "1" else rows
 
 
 def _median(t: Tokens) -> Tensor:
@@ -160,20 +178,19 @@ def participation_ratio(x: Tensor | Tokens, mask: Tensor | None = None) -> Tenso
     """Effective rank without a decomposition: (tr C)² / tr C² with C = XXᵀ, i.e. (Σσ²)² / Σσ⁴ of the singular values.
 
     1 when all tokens lie on one line, min(tokens, features) when all singular values are equal. Not centred. Exact up to
-    64 tokens; beyond, tr C² comes from the products of all tokens with 64 evenly spaced ones.
+    64 tokens; beyond, the products of different tokens are taken among 64 evenly spaced ones.
     """
     t = tokens(x, mask)
-    n = t.x.shape[1]
-    # Divided by the Frobenius norm first: fourth powers of large activations overflow.
-    scale = t.size.reciprocal().view(-1, 1, 1)
-    if n <= PAIRED_TOKENS:
-        pairs = torch.bmm(t.x * scale, (t.x * scale).mT)
-        return pairs.square().sum((1, 2)).reciprocal() + 0.0 * t.count
-    step = -(-n // PAIRED_TOKENS)
-    some = t.x[:, ::step] * scale
-    pairs = torch.bmm(some, t.x.mT) * scale
-    share = (t.count / t.mask[:, ::step].sum(1)) if t.mask is not None else n / some.shape[1]
-    return (pairs.square().sum((1, 2)) * share).reciprocal() + 0.0 * t.count
+    # tr C² = Σ‖xᵢ‖⁴ + Σ(xᵢ·xⱼ)². Divided by the Frobenius norm first: fourth powers of large activations overflow.
+    scale = t.size.reciprocal().unsqueeze(-1)
+    fourth = (t.norms * scale).square().square()
+    step = -(-t.x.shape[1] // PAIRED_TOKENS)
+    some = t.x[:, ::step] * scale.unsqueeze(-1)
+    pairs = torch.bmm(some, some.mT).square().sum((1, 2)) - fourth[:, ::step].sum(1)
+    if step > 1:
+        m = some.shape[1] if t.mask is None else t.mask[:, ::step].sum(1)
+        pairs = pairs * (t.count * (t.count - 1) / (m * (m - 1)))
+    return (fourth.sum(1) + pairs).clamp(max=1.0).reciprocal() + 0.0 * t.count
 
 
 def effective_rank(x: Tensor | Tokens, mask: Tensor | None = None) -> Tensor:
