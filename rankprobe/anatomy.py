@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from rankprobe.discover import Tracer
-from rankprobe.graph import Kind, Node, between
+from rankprobe.graph import FUSED_LAYER, Kind, Node, between
 from rankprobe.sites import AttentionSite, Call, SkipSite
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def find_blocks(tracer: Tracer) -> list[Found]:
         wanted = [c for c in up(site.call) if not has_mlp or any("mlp" in s.kinds for s in inside[c])]
         homes[wanted[0] if wanted else site.call] = None
     for attention in tracer.attentions:
-        if id(attention) not in skipped and (attention.op == "_transformer_encoder_layer_fwd" or not skips):
+        if id(attention) not in skipped and (attention.op == FUSED_LAYER or not skips):
             homes[attention.call] = None
     # A call that holds other blocks is no block; the attention that led to it (a pooling head, say) stands outside.
     nested = {h for h in homes if any(h != other and tracer.within(other, h) for other in homes)}

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.attention import Attention, from_op
 from rankprobe.graph import (
+    FUSED_LAYER,
     Graph,
     Kind,
     Node,
@@ -39,14 +40,13 @@ from rankprobe.graph import (
 )
 from rankprobe.measure import Held, Layout, Run, arrange, by_head, measuring, quiet
 from rankprobe.padding import is_decoder_argument, named_arguments
-from rankprobe.sites import AttentionSite, Call, Event, SkipSite, Tap, call_key, hidden_key, input_key, part_key
+from rankprobe.sites import AttentionSite, Call, Event, SkipSite, Sum, Tap, call_key, hidden_key, input_key, leaves, part_key
 
 __all__ = ["Tracer", "as_attention"]
 
 _ADDITIONS = {"add", "add_", "addcmul", "addcmul_"}
 _KEEPS_WEIGHT = {"index", "index_select", "select", "gather", "slice", "narrow"}
 _ROUTING = {"topk", "_grouped_mm", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "index_put"}
-_OPAQUE = "_transformer_encoder_layer_fwd"
 _OWN = ("aten", "prims", "prim")
 
 
@@ -80,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self._open: list[int] = []
         self._weights: dict[int, _Weights] = {}  # by node
         self._by_node: dict[int, AttentionSite] = {}
+        self._adds: dict[int, Tap] = {}  # by node
         self._last: dict[int, SkipSite] = {}  # by call: the newest skip connection inside
         self._sites: Counter[str] = Counter()
         self._measured: set[str] = set()
@@ -220,6 +221,8 @@ class Tracer(TorchDispatchMode):
         if node is None:
             return out
         self._track_weights(name, kind, node, parents, dropped)
+        if name in ("add", "add_") and len(parents) == 2:
+            self._adds[node.id] = tap
         if attention is not None:
             attention.node = node
             self._by_node[node.id] = attention
@@ -281,7 +284,7 @@ class Tracer(TorchDispatchMode):
         key = named.get("key", named.get("src"))
         value = named.get("value", key)
         width = value.shape[-1] if "qkv_weight" not in named else call.q.shape[-1]  # type: ignore[union-attr]
-        if tap.op == _OPAQUE:
+        if tap.op == FUSED_LAYER:
             self.calls[self._open[-1]].opaque = True
         site = self._attention(call, tap, None, False, width, (self._source(key),))
         if "qkv_weight" in named:
@@ -419,9 +422,12 @@ class Tracer(TorchDispatchMode):
     def _make_skip(
         self, name: str, operands: list[Tensor], skip: int, branch: int, start: Node, way: list[Node], parallel: bool, tap: Tap
     ) -> SkipSite:
-        b = self._source(operands[branch])
+        a, b = self._source(operands[skip]), self._source(operands[branch])
         attentions = tuple(self._by_node[n.id] for n in way if n.id in self._by_node)
-        kinds = _kinds(start, b, way, {n.id for n in way if n.id in self._by_node})
+        key = self._site("skip")
+        held = self._branch(key, start, b)
+        total = Sum(key, key, tap, name.endswith("_"), {skip: self._carried(start, a), branch: held})
+        kinds = tuple(sorted(leaves(held)))
         for call in attentions:
             call.cross = not any(between(start, k) for k in call.key_nodes if k.id > start.id)
         on_way = {n.id for n in way}
@@ -429,13 +435,13 @@ class Tracer(TorchDispatchMode):
         last = max((i for i, n in enumerate(way) if n.by_weight), default=-1)
         x = operands[skip]
         site = SkipSite(
-            key=self._site("skip"),
+            key=key,
             call=self._open[-1],
             tap=tap,
             skip=skip,
             branch=branch,
             kinds=kinds,
-            inplace=name.endswith("_"),
+            inplace=total.inplace,
             skip_node=start,
             branch_node=b,
             layout=Layout(channels_first=x.dim() == 4 and way[last].op.endswith("convolution") and way[last].shape == x.shape),
@@ -446,12 +452,41 @@ class Tracer(TorchDispatchMode):
             pre_norm=any(n.kind is Kind.NORM for n in way[:first]),
             inner_norm=any(n.kind is Kind.NORM for n in way[last + 1 :]),
             attentions=attentions,
+            sum=total,
         )
         if site.inplace:
             x = x.clone()
         self.run.attempt(site.key, self._measure_skip, site, x, operands[branch])
         self.skips.append(site)
         return site
+
+    def _branch(self, key: str, start: Node, node: Node) -> str | Sum:
+        """What a branch holds: attention if a way through it crosses a call of it, unless it adds such a part to another."""
+
+        def attends(way: list[Node]) -> bool:
+            return any(n.id in self._by_node for n in way)
+
+        way = between(start, node)
+        if not attends(way):
+            return _weighing(way)
+        for term in terms(node, limit=16):
+            if term.id <= start.id or term.id not in self._adds:
+                continue
+            sides = [between(start, part) if part.id > start.id else [] for part in term.parents]
+            if all(any(n.by_weight for n in side) for side in sides) and not all(map(attends, sides)):
+                tap = self._adds[term.id]
+                parts: dict[int, str | Sum] = {i: self._branch(key, start, part) for i, part in enumerate(term.parents)}
+                return Sum(f"{key}/{term.id}", key, tap, term.op.endswith("_"), parts)
+        return "attention"
+
+    def _carried(self, start: Node, node: Node) -> str | Sum:
+        """What a skip operand is: the stream, or the stream with another branch of the same block added to it already."""
+        if node is not start:
+            near = {term.id for term in terms(node, limit=16)}
+            for site in reversed(self.skips):
+                if site.skip_node is start and site.node is not None and site.node.id in near and site.sum is not None:
+                    return site.sum
+        return "skip"
 
     def _measure_skip(self, site: SkipSite, x: Tensor, branch: Tensor) -> None:
         held = self.run.hold(x, site.layout, site.decoder)
@@ -497,20 +532,6 @@ def _near(node: Node) -> list[Node]:
             for parent in term.parents:
                 found.extend(terms(parent, norms=True))
     return found
-
-
-def _kinds(start: Node, branch: Node, way: list[Node], attentions: set[int]) -> tuple[str, ...]:
-    """What a branch holds: each of its summands is attention if its way crosses an attention call."""
-    if not attentions:
-        return (_weighing(way),)
-    kinds = {"attention"}
-    for term in terms(branch, limit=16):
-        if term.op in ("add", "add_") and term.id > start.id:
-            for part in term.parents:
-                alone = between(start, part) if part.id > start.id else []
-                if any(n.by_weight for n in alone) and not any(n.id in attentions for n in alone):
-                    kinds.add(_weighing(alone))
-    return tuple(sorted(kinds))
 
 
 def _weighing(way: list[Node]) -> str:

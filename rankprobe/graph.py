@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
+    "FUSED_LAYER",
     "Graph",
     "Kind",
     "Node",
@@ -60,7 +61,7 @@ _FUSED = (
     *("scaled_dot_product_attention", "_scaled_dot_product_", "_flash_attention_forward"),
     *("_efficient_attention_forward", "_cudnn_attention_forward"),
 )
-_FUSED_LAYER = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+FUSED_LAYER = "_transformer_encoder_layer_fwd"  # all of an nn.TransformerEncoderLayer
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def op_key(func: Any) -> str:
 @functools.cache
 def kind_of(func: Any) -> Kind:
     name = op_key(func)
-    if name == "sdpa" or name in _FUSED_LAYER:
+    if name == "sdpa" or name in ("_native_multi_head_attention", FUSED_LAYER):
         return Kind.ATTENTION
     if "softmax" in name and "backward" not in name:
         return Kind.SOFTMAX

@@ -7,34 +7,40 @@
 
 The first forward of each kind (training or not, with or without a mask, …) is traced op by op; later ones visit the sites
 that were found. A forward that strays from the known way is told in the report, and the next one is traced again.
+`ablate` has forwards do something else at some of those sites.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from rankprobe import metrics
+from rankprobe.ablate import PRESETS, Ablation, caches_in
 from rankprobe.anatomy import Anatomy, Stack, dissect
 from rankprobe.discover import Tracer
 from rankprobe.errors import RankprobeError
 from rankprobe.measure import Options, Run, quiet
-from rankprobe.moments import Moments
 from rankprobe.padding import TokenMasks
-from rankprobe.report import Report, make_report
+from rankprobe.record import Readings
+from rankprobe.report import Report
 from rankprobe.watch import Forward, Hook, Plan, inert
 
 __all__ = ["Probe", "attach"]
 
 KEEP = ("attention", "hidden")
+Spec = bool | float | Iterable[int] | slice | Mapping[Any, Any] | None
 # Forwards that may be traced again in a row without finding a new site: a model that drops layers at random takes a new way
 # each time.
 FRUITLESS = 3
@@ -69,26 +75,22 @@ def _kept(keep: Iterable[str]) -> frozenset[str]:
     return kept
 
 
-class Probe:
+class Probe(Readings):
     """What `attach` gives. Also a context manager that detaches."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         _check(model)
+        super().__init__(options)
         self.model = model
-        self.options = options
-        self.forwards = 0
-        self.notes: Counter[str] = Counter()
-        self.problems: dict[str, str] = {}
-        self.moments = Moments()
         self._strict = False
         self._anatomy: Anatomy | None = None
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, Ways] = {}
+        self._ablations: list[Ablation] = []
+        self._ablated_caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._fruitless: Counter[Any] = Counter()
         self._installed: Plan | None = None
         self._lock = threading.RLock()
         self._local = threading.local()
-        self._last: Run | None = None
-        self._single: set[str] = set()
         self._handles: list[Any] = []
         self._root: list[Any] = [
             model.register_forward_pre_hook(RootHook(self, True), with_kwargs=True),
@@ -105,32 +107,41 @@ class Probe:
             raise RankprobeError(self._nothing())
         return self._anatomy
 
-    @property
-    def attentions(self) -> list[Tensor]:
-        """The last forward's attention matrices, `(samples, heads, queries, keys)`, in order of execution."""
-        return list(self._kept_run("attention").attentions.values())
-
-    @property
-    def hidden_states(self) -> list[Tensor]:
-        """The last forward's hidden states as the model has them: for each stack its input, then each block's output."""
-        run = self._kept_run("hidden")
-        keys = [k for s in self.anatomy.stacks for k in (s.input_key, *(b.key for b in s.blocks))]
-        return [run.hidden_states[k] for k in keys if k in run.hidden_states]
-
     def report(self) -> Report:
-        """All forwards so far. Here numbers come to the host."""
         self._clean()
-        if self._anatomy is None:
-            raise RankprobeError(self._nothing())
-        return make_report(self)
+        return super().report()
+
+    def ablate(
+        self,
+        preset: str = "full",
+        *,
+        skip: Spec | str = None,
+        mlp: Spec = None,
+        attention: Spec = None,
+        heads: Mapping[int | str, Any] | None = None,
+        norm: Spec = None,
+    ) -> Ablation:
+        """A context in which forwards of the model run without some of its parts; `rankprobe.ablate` says what that means.
+
+        skip, mlp, attention: True for all, layer numbers or a slice, a factor from 0.0 to 1.0 instead of a removal, or
+            {layer: factor}. skip also: "attention" or "mlp", whose skip connections, or {"attention": …, "mlp": …}.
+        heads: {layer: [head, …]}, {layer: {head: factor}}, or an attention call's key for the layer.
+        norm: True, layer numbers or a slice: norms that pass their input on.
+        preset: "full", "no-mlp", "no-skip", "pure-attention" or "paper-no-skip", to which the others add.
+        """
+        if preset not in PRESETS:
+            raise RankprobeError(f"no preset {preset!r}: there are {', '.join(PRESETS)}")
+        own = {"skip": skip, "mlp": mlp, "attention": attention, "heads": heads, "norm": norm}
+        asked = PRESETS[preset] | {name: value for name, value in own.items() if value is not None}
+        _check_compiled(self.model, "ablated")
+        made = Ablation(self, asked)
+        if self._anatomy is not None:
+            made.understood(self._anatomy)  # what cannot be meant is told now
+        return made
 
     def reset(self) -> None:
         """Forget what was measured; keep what was found."""
-        self.moments.clear()
-        self.forwards = 0
-        self.notes.clear()
-        self.problems.clear()
-        self._single.clear()
+        self.record.clear()
 
     def detach(self) -> None:
         """Take all hooks off. What was measured can still be read. Detaching twice does no harm."""
@@ -160,23 +171,27 @@ class Probe:
             self._local.depth += 1  # a model that calls itself
             return
         self._clean()
+        ablation = self._ablations[-1] if self._ablations and not self._rehearsing() else None
+        if ablation is not None:
+            self._set_stage(ablation, module, args, kwargs)
+        elif any(cache in self._ablated_caches for cache in caches_in((args, kwargs))):
+            self.record.notes["a cache that an ablated forward had filled was used outside of the ablation"] += 1
         self._local.depth = 1
         self._local.frame = sys._getframe(2)
-        way = _way(module, args, kwargs)
+        self._local.ablation = ablation
+        self._local.way = way = _way(module, args, kwargs)
         with self._lock:
-            plan = self._plans.get(way)
-            if plan is not None:
-                self._install(plan)
-        self._local.way = way
+            ways = self._plans.get(way)
+            plan = None if ways is None else ways.deep if ablation is not None and ablation.deep else ways.plain
+            self._install(plan)
         masks = TokenMasks(module, args, kwargs, self.options.mask)
         run = Run(self.options, masks, self._strict, heads=self.options.heads or plan is None)
         if plan is None:
-            self._install(None)
             tracer = Tracer(module, run, args, kwargs)
             self._local.current = tracer
             tracer.start()
         else:
-            forward = Forward(plan, run)
+            forward = Forward(plan, run, None if ablation is None else ablation.edits(plan))
             self._local.current = forward
             forward.entry(0)
 
@@ -185,7 +200,7 @@ class Probe:
         if depth != 1:
             self._local.depth = max(0, depth - 1)
             return
-        current = getattr(self._local, "current", None)
+        current, ablation = getattr(self._local, "current", None), self._local.ablation
         self._stop(current)
         if current is None or failed:
             return
@@ -199,12 +214,19 @@ class Probe:
             current.close()
             current.run.finish()
             self._follow(current)
-        self._commit(current.run)
+            if ablation is not None:
+                ablation.ran(current.seen, out)
+                self._ablated_caches.update(caches_in(out))
+        if not self._rehearsing():
+            (ablation or self).record.add(current.run)
 
     def _stop(self, current: Tracer | Forward | None) -> None:
         self._local.current = None
         self._local.depth = 0
         self._local.frame = None
+        if getattr(self._local, "undo", None) is not None:
+            self._local.undo()
+            self._local.undo = None
         if isinstance(current, Tracer):
             current.stop()
         elif isinstance(current, Forward):
@@ -227,7 +249,8 @@ class Probe:
     def _learn(self, tracer: Tracer) -> None:
         way = self._local.way
         anatomy, stacks = dissect(tracer, type(self.model).__name__)
-        plan = Plan(tracer, stacks, self.options.heads or "attention" in self.options.keep)
+        heads = self.options.heads or "attention" in self.options.keep
+        plan = Plan(tracer, stacks, heads)
         run = tracer.run
         sites = plan.keys | {a.key for a in tracer.attentions}
         kept = {}
@@ -245,7 +268,7 @@ class Probe:
             if known is not None and self._anatomy == known:
                 self._fruitless[way] += 1
             if anatomy.attentions or not anatomy.unknown:
-                self._plans[way] = plan
+                self._plans[way] = Ways(plan, Plan(tracer, stacks, heads=True, norms=True))
 
     def _follow(self, forward: Forward) -> None:
         missing = frozenset(forward.plan.keys - forward.seen)
@@ -257,22 +280,57 @@ class Probe:
             again = self._fruitless[way] < FRUITLESS
             if again:
                 self._plans.pop(way, None)
-            self.notes[
+            (self._local.ablation or self).record.notes[
                 "a forward took another way through the model and was measured in part"
                 + ("; the next was traced anew" if again else "; it varies too much to trace each time")
             ] += 1
 
-    def _commit(self, run: Run) -> None:
-        with quiet(), self._lock:
-            self.forwards += 1
-            if run.results:
-                self.moments.add(run.results)
-            self.problems.update(run.problems)
-            self._single |= run.single
-            for name in run.masks.unused:
-                self.notes[f"the argument {name} fits no hidden state: no token was taken for padding because of it"] += 1
-            if self.options.keep:
-                self._last = run
+    # -- ablation -------------------------------------------------------------------------------------------------
+
+    def _push(self, ablation: Ablation) -> tuple[Ablation, ...]:
+        """Those already there."""
+        self._clean()
+        outer = tuple(self._ablations)
+        self._ablations.append(ablation)
+        return outer
+
+    def _pull(self, ablation: Ablation) -> None:
+        self._clean()
+        self._ablations.remove(ablation)
+
+    def _rehearsing(self) -> bool:
+        return getattr(self._local, "rehearsing", False)
+
+    def _set_stage(self, ablation: Ablation, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before an ablated forward: its way is known, and until it ends there are no gradients and no fused layers."""
+        ablation.refuse_stale((args, kwargs))
+        grad, fused = torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled()
+
+        def undo() -> None:
+            torch.set_grad_enabled(grad)
+            torch.backends.mha.set_fastpath_enabled(fused)
+
+        try:
+            torch.set_grad_enabled(False)
+            # The kernel that runs a whole nn.TransformerEncoderLayer has no additions to replace.
+            torch.backends.mha.set_fastpath_enabled(fused and not ablation.changes)
+            if _way(module, args, kwargs) not in self._plans:
+                self._rehearse(module, args, kwargs)
+        except BaseException:
+            undo()
+            raise
+        self._local.undo = undo
+
+    def _rehearse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward as the model is, on copies of the arguments: a way must be known before parts of it are left out."""
+        cuda = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+        self._local.rehearsing = True
+        try:
+            with torch.random.fork_rng(devices=[i for i in cuda if i is not None]):
+                args, kwargs = copy.deepcopy(tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+                module(*args, **kwargs)
+        finally:
+            self._local.rehearsing = False
 
     def _install(self, plan: Plan | None) -> None:
         """Hooks for one way at a time: those of another could turn a shortcut off that this one takes."""
@@ -291,19 +349,20 @@ class Probe:
                 register = module.register_forward_pre_hook if entry else module.register_forward_hook
                 self._handles.append(register(hook))  # type: ignore[operator]
 
-    def _kept_run(self, what: str) -> Run:
-        if what not in self.options.keep:
-            raise RankprobeError(f'nothing was kept: attach with keep=("{what}",)')
-        if self._last is None:
-            raise RankprobeError(self._nothing())
-        return self._last
-
     def _nothing(self) -> str:
         name = type(self.model).__name__
         return (
             f"no forward of {name} has run since attach: call the model itself, {name}(…); methods that go around it "
             "(forward_features, get_text_features, a sub-module alone) are seen only by a probe on what they call"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """One way through a model: to measure it, and to reach heads and norms as well."""
+
+    plain: Plan
+    deep: Plan
 
 
 class RootHook:
@@ -336,13 +395,7 @@ def _remove(*lists: list[Any]) -> None:
 def _check(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise RankprobeError(f"attach takes a torch.nn.Module, not {type(model).__name__}; to load one by name see rankprobe.scan")
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            where = f"its module {name}" if name else "it"
-            raise RankprobeError(
-                f"{type(model).__name__} cannot be watched: {where} is compiled, and hooks are not run inside compiled code. "
-                "Attach before torch.compile is applied, or to the original (compiled._orig_mod)"
-            )
+    _check_compiled(model, "watched")
     if any(p.is_meta for p in model.parameters()):
         name = next(n for n, p in model.named_parameters() if p.is_meta)
         raise RankprobeError(
@@ -350,6 +403,16 @@ def _check(model: Any) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise RankprobeError(f"{type(model).__name__} is a TorchScript module, whose inner calls cannot be hooked: attach to the original")
+
+
+def _check_compiled(model: nn.Module, done: str) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            where = f"its module {name}" if name else "it"
+            raise RankprobeError(
+                f"{type(model).__name__} cannot be {done}: {where} is compiled, and hooks are not run inside compiled code. "
+                "Use the model before torch.compile is applied, or the original (compiled._orig_mod)"
+            )
 
 
 def _way(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -360,18 +423,33 @@ def _way(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return (value.dim(), value.dtype, value.device.type, value.dim() > 1 and value.shape[1] == 1)
         return value if value is None or isinstance(value, (bool, str)) else type(value).__name__
 
-    states = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    states = (
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.backends.mha.get_fastpath_enabled()),
+        *(torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+    )
     return (module.training, states, tuple(map(look, args)), tuple(sorted((k, look(v)) for k, v in kwargs.items() if v is not None)))
 
 
 def _union(known: Anatomy, new: Anatomy) -> Anatomy:
     """Sites of both, those known first: a call with a cache, say, runs the decoder alone."""
-    blocks = {b.key for b in known.blocks}
+    blocks = {b.key: b for b in known.blocks}
     extra = [Stack(s.name, s.role, s.input_key, rest) for s in new.stacks if (rest := tuple(b for b in s.blocks if b.key not in blocks))]
+    # Layers that ran in one kernel before, and now part by part.
+    opened = {b.key: b for b in new.blocks if b.key in blocks and b.skips and not blocks[b.key].skips}
+    inputs = {s.blocks[0].key: s.input_key for s in new.stacks if s.blocks[0].key in opened}
+    stacks = tuple(
+        replace(
+            s,
+            input_key=inputs.get(s.blocks[0].key, s.input_key),
+            blocks=tuple(replace(opened[b.key], index=b.index) if b.key in opened else b for b in s.blocks),
+        )
+        for s in known.stacks
+    )
     held = {a.key for a in known.attentions} | {a.key for s in extra for b in s.blocks for a in b.attentions}
-    summed = {s.key for s in known.skips} | {s.key for e in extra for b in e.blocks for s in b.skips}
+    summed = {s.key for s in (*known.skips, *(s for b in opened.values() for s in b.skips))}
+    summed |= {s.key for e in extra for b in e.blocks for s in b.skips}
     outside = known.outside + tuple(s for s in new.outside if s.key not in summed)
     loose = known.loose + tuple(a for a in new.loose if a.key not in held)
-    if not extra and len(outside) == len(known.outside) and len(loose) == len(known.loose):
+    if not extra and not opened and len(outside) == len(known.outside) and len(loose) == len(known.loose):
         return known
-    return Anatomy(known.model, known.stacks + tuple(extra), outside, loose, known.unknown + new.unknown)
+    return Anatomy(known.model, stacks + tuple(extra), outside, loose, known.unknown + new.unknown)

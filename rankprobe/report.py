@@ -29,7 +29,8 @@ from rankprobe.render import html, plain
 from rankprobe.verdict import Verdict, judge
 
 if TYPE_CHECKING:
-    from rankprobe.probe import Probe
+    from rankprobe.anatomy import Anatomy, AttentionCall, Block
+    from rankprobe.record import Record
 
 __all__ = ["Head", "Layer", "Report", "SkipRatio", "load", "make_report"]
 
@@ -93,6 +94,7 @@ class Report:
     layers: tuple[Layer, ...]
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    variant: str = ""  # what was taken away
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -130,7 +132,7 @@ class Report:
     def __rich__(self) -> RenderableType:
         verdict = self.verdict
         head = Text(verdict.sentence, style=f"bold {COLOURS[verdict.status]}")
-        parts: list[RenderableType] = [Text(f"rankprobe: {self.model}", style="bold"), head]
+        parts: list[RenderableType] = [Text(f"rankprobe: {self.model}{', ' * bool(self.variant)}{self.variant}", style="bold"), head]
         parts += [Text(f"  {line}") for line in verdict.evidence]
         parts.append(Text())
         stacks = dict.fromkeys(x.stack for x in self.layers)
@@ -185,13 +187,10 @@ def _number(value: float) -> str:
     return f"{value:.1e}"
 
 
-def make_report(probe: Probe) -> Report:
-    from rankprobe.anatomy import AttentionCall, Block
-
-    summary = probe.moments.summary()
-    anatomy, options = probe.anatomy, probe.options
+def make_report(anatomy: Anatomy, options: Options, record: Record, variant: str = "") -> Report:
+    summary = record.moments.summary()
     if not anatomy.attentions:
-        raise RankprobeError(_no_attention(probe))
+        raise RankprobeError(_no_attention(anatomy))
 
     def layer(index: int, name: str, stack: str, key: str, block: Block | None) -> Layer:
         rows = dict(zip(options.hidden_metrics, summary.get(key, ()), strict=False))
@@ -227,24 +226,24 @@ def make_report(probe: Probe) -> Report:
         "skip connections": sum(s.key in summary for s in anatomy.skips),
         "MLP branches": sum(s.key in summary for s in anatomy.skips if "mlp" in s.kinds),
     }
-    notes = [f"{text} ({n} forwards)" for text, n in probe.notes.items()]
+    notes = [f"{text} ({n} forwards)" for text, n in record.notes.items()]
     rows = next((summary[a.key] for a in anatomy.attentions if a.key in summary), None)
-    if rows and not options.heads and probe.forwards > 1:
+    if rows and not options.heads and record.forwards > 1:
         notes.append(f"heads were measured in the first forward only, {rows[0].count + rows[0].lost} samples (heads=True: in all)")
     for name in anatomy.unknown:
         notes.append(f"the attention kernel {name} is not one rankprobe can read: its heads were not measured")
-    single = [b for b in anatomy.blocks if b.key in probe._single]
+    single = [b for b in anatomy.blocks if b.key in record.single]
     if single:
         notes.append(f"{single[0].name} and {len(single) - 1} more had one token in some forwards, which compares with nothing")
     absent = [x for x in layers if x.samples == 0 and not x.nonfinite]
-    if absent and len(absent) == len(layers) and not any(b.key in summary for b in anatomy.blocks) and probe._single:
+    if absent and len(absent) == len(layers) and not any(b.key in summary for b in anatomy.blocks) and record.single:
         raise RankprobeError(f"{anatomy.model} was run with one token only: rank collapse compares tokens, give it two or more")
     lost = [x for x in layers if summary.get(_key(anatomy, x)) and summary[_key(anatomy, x)][1].lost and not x.nonfinite]
     if lost:
         count = summary[_key(anatomy, lost[0])][1].lost
         notes.append(f"{count} samples had fewer than two tokens that are not padding, and count nowhere")
-    problems = tuple(f"{key}: {text}" for key, text in probe.problems.items())
-    return Report(anatomy.model, probe.forwards, anatomy.counts, watched, tuple(inputs), tuple(layers), tuple(notes), problems)
+    problems = tuple(f"{key}: {text}" for key, text in record.problems.items())
+    return Report(anatomy.model, record.forwards, anatomy.counts, watched, tuple(inputs), tuple(layers), tuple(notes), problems, variant)
 
 
 def _key(anatomy: Any, layer: Layer) -> str:
@@ -259,10 +258,10 @@ def _heads(call: Any, summary: dict[str, list[Summary]], options: Options) -> li
     return [Head(**{name: values[h].mean for name, values in columns.items()}) for h in range(call.heads)]
 
 
-def _no_attention(probe: Probe) -> str:
-    name = probe.anatomy.model
-    if probe.anatomy.unknown:
-        kernels = ", ".join(probe.anatomy.unknown)
+def _no_attention(anatomy: Anatomy) -> str:
+    name = anatomy.model
+    if anatomy.unknown:
+        kernels = ", ".join(anatomy.unknown)
         return f"{name} uses an attention kernel rankprobe cannot read ({kernels}): load it with SDPA or eager attention"
     return (
         f"no attention found in {name}: no softmax feeds a product with values, and no fused attention kernel ran. "

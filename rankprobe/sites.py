@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankprobe.graph import Node
 from rankprobe.measure import Held, Layout
 
-__all__ = ["AttentionSite", "Call", "Event", "SkipSite", "Tap", "call_key", "hidden_key", "input_key", "part_key"]
+__all__ = ["AttentionSite", "Call", "Event", "SkipSite", "Sum", "Tap", "call_key", "hidden_key", "input_key", "leaves", "part_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,20 @@ class AttentionSite:
         self.inner = math.prod(self.lead[axis + 1 :])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """An addition as the model makes it, and what its operands are, by position.
+
+    `x + (attention + mlp)` and `(x + attention) + mlp` are sums in a sum: a part is taken away where it comes in.
+    """
+
+    key: str
+    site: str  # the skip connection it belongs to
+    tap: Tap
+    inplace: bool
+    terms: dict[int, str | Sum]  # "skip", what a branch holds, or a sum
+
+
 @dataclass(slots=True, eq=False)
 class SkipSite:
     key: str
@@ -109,7 +123,13 @@ class SkipSite:
     pre_norm: bool = False
     inner_norm: bool = False
     attentions: tuple[AttentionSite, ...] = ()
+    sum: Sum | None = None
     node: Node | None = None
+
+
+def leaves(term: str | Sum) -> set[str]:
+    """What is added up, in a sum and the sums inside it."""
+    return {term} if isinstance(term, str) else {kind for part in term.terms.values() for kind in leaves(part)}
 
 
 def hidden_key(node: Node) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankprobe.anatomy import Found
 from rankprobe.attention import Attention, from_op
 from rankprobe.discover import Tracer, as_attention
-from rankprobe.graph import decomposed, op_key, remove_mode, tensors_in
+from rankprobe.graph import Kind, decomposed, op_key, remove_mode, tensors_in
 from rankprobe.measure import Held, Layout, Run, measuring
-from rankprobe.sites import AttentionSite, SkipSite, Tap, call_key, hidden_key, input_key, part_key
+from rankprobe.sites import AttentionSite, SkipSite, Sum, Tap, call_key, hidden_key, input_key, part_key
 
 __all__ = ["Forward", "Hook", "Plan"]
 
@@ -83,7 +83,17 @@ class VisitHidden:
             forward.seen.add(self.key)
 
 
-Visit = VisitAttention | VisitSkip | VisitHidden
+@dataclass(frozen=True, slots=True)
+class VisitSum:
+    """An addition of branches, where nothing is measured but a part may be taken away."""
+
+    key: str
+
+    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None:
+        pass
+
+
+Visit = VisitAttention | VisitSkip | VisitHidden | VisitSum
 
 
 @dataclass(slots=True)
@@ -97,12 +107,21 @@ class Window:
 
 
 class Plan:
-    """Where the sites of one way through the model are: windows by event, hidden states by module exit."""
+    """Where the sites of one way through the model are: windows by event, hidden states by module exit.
 
-    def __init__(self, tracer: Tracer, stacks: list[list[Found]], heads: bool) -> None:
+    heads: visit every attention call, not only the first of a stack, whose shape tells how tokens are laid out.
+    norms: know the norms of each block, to pass them by.
+    """
+
+    def __init__(self, tracer: Tracer, stacks: list[list[Found]], heads: bool, norms: bool = False) -> None:
         self.windows: dict[tuple[int, bool, int], Window] = {}
         self.exits: dict[tuple[int, int], list[VisitHidden]] = {}
         self.modules: list[nn.Module] = []
+        self.sums: list[Sum] = []
+        self.attended: dict[str, tuple[int, int]] = {}  # attention calls that are visited: heads, and groups inside one
+        self.norms: dict[str, list[str]] = {}  # by block
+        self.norm_exits: dict[tuple[int, int], str] = {}
+        self.unnormed: dict[str, str] = {}  # blocks with a norm that is no module's, and where
         self.rename: dict[str, str] = {}  # from the tracer's keys to the sites' own
         self.keys: set[str] = set()
         self.missing: set[frozenset[str]] = set()
@@ -110,6 +129,10 @@ class Plan:
         self._slots: dict[int, int] = {}
         self._tracer = tracer
         self._plan(stacks, heads)
+        if norms:
+            for stack in stacks:
+                for block in stack:
+                    self._find_norms(block)
         del self._tracer
 
     def _plan(self, stacks: list[list[Found]], heads: bool) -> None:
@@ -126,12 +149,19 @@ class Plan:
                 if not heads and position == 0:
                     attended.update(id(a) for a in block.attentions[:1])
                 self._output(block)
+        inside: set[str] = set()
         for skip in tracer.skips:
             block_key, first = first_skips.get(skip.key, (None, False))
             self._tap(skip.tap, _visit_skip(skip, block_key, first))
+            for part in _sums_in(skip.sum):
+                inside.add(part.key)
+                if part.site == skip.key:
+                    self._tap(part.tap, VisitSum(part.key))
+        self.sums = [s.sum for s in tracer.skips if s.sum is not None and s.key not in inside]
         for site in tracer.attentions:
             if heads or id(site) in attended:
                 self._tap(site.tap, _visit_attention(site))
+                self.attended[site.key] = (site.heads, site.inner)
 
     def _output(self, block: Found) -> None:
         node = block.node
@@ -152,6 +182,29 @@ class Plan:
         else:
             tap = last.tap if last else block.attentions[-1].tap
             self._tap(tap, VisitHidden(block.key, 0, layout, decoder))
+
+    def _find_norms(self, block: Found) -> None:
+        """The module calls in a block that normalise its stream or a branch and do nothing else."""
+        tracer = self._tracer
+        if block.node is None or not block.skips:
+            return
+        tokens = {s.skip_node.shape[:-1] for s in block.skips} | {s.skip_node.shape for s in block.skips}
+        first = block.skips[0].skip_node.id
+        found: dict[int, None] = {}
+        for node in tracer.graph.nodes[first : block.node.id + 1]:
+            if node.kind is Kind.NORM and tracer.within(node.call, block.call.id) and (node.shape in tokens or node.shape[:-1] in tokens):
+                found[node.call] = None
+        busy = {n.call for n in tracer.graph.nodes if n.by_weight} | {s.call for s in tracer.skips} | {a.call for a in tracer.attentions}
+        for number in found:
+            call = tracer.calls[number]
+            if any(tracer.within(other, number) for other in busy):
+                self.unnormed[block.key] = call.name
+                continue
+            slot, key = self._slot(call.module), f"{call.name}#{call.nth}/norm"
+            self.norm_exits[slot, call.nth] = key
+            self.norms.setdefault(block.key, []).append(key)
+            self.keys.add(key)
+            self.hooked.add((slot, False))
 
     def _slot(self, module: nn.Module) -> int:
         if id(module) not in self._slots:
@@ -186,6 +239,15 @@ class Plan:
             self.hooked.add((self._slot(closer.module), closer.entry))
 
 
+def _sums_in(total: Sum | None) -> list[Sum]:
+    """The sums that are terms of `total`, and of those."""
+    found = []
+    for term in total.terms.values() if total is not None else ():
+        if isinstance(term, Sum):
+            found += [term, *_sums_in(term)]
+    return found
+
+
 def _visit_attention(site: AttentionSite) -> VisitAttention:
     return VisitAttention(site.key, site.operand, site.flipped, site.heads, site.inner, site.decoder)
 
@@ -196,7 +258,7 @@ def _visit_skip(site: SkipSite, block: str | None, first: bool) -> VisitSkip:
 
 
 class Forward(TorchDispatchMode):
-    """One watched forward in one thread."""
+    """One watched forward in one thread. `edits` tells, by site, what is done instead of what the model does there."""
 
     supports_higher_order_operators = True
 
@@ -204,9 +266,10 @@ class Forward(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # a wrapper around every call that only compiled code needs
 
-    def __init__(self, plan: Plan, run: Run) -> None:
+    def __init__(self, plan: Plan, run: Run, edits: Mapping[str, Callable[..., Any]] | None = None) -> None:
         super().__init__()
         self.plan = plan
+        self.edits = edits or {}
         self.run = run
         self.blocks: dict[str, Held] = {}
         self.seen: set[str] = set()
@@ -220,12 +283,19 @@ class Forward(TorchDispatchMode):
         self.close()
         self._start(slot, True)
 
-    def exit(self, slot: int, out: Any) -> None:
+    def exit(self, slot: int, out: Any, args: Any = ()) -> Any:
+        """A module was left. What it is to have returned instead, if that is to change."""
         self.close()
         nth = self._times[slot, False]
+        norm, instead = self.plan.norm_exits.get((slot, nth)), None
+        if norm is not None:
+            self.seen.add(norm)
+            if norm in self.edits:
+                instead = out = self.edits[norm](args, out)
         for visit in self.plan.exits.get((slot, nth), ()):
             self.run.attempt(visit.key, visit.after, self, out)
         self._start(slot, False)
+        return instead
 
     def _start(self, slot: int, entry: bool) -> None:
         nth = self._times[slot, entry]
@@ -254,10 +324,12 @@ class Forward(TorchDispatchMode):
             return func(*args, **kwargs)
         visits = known.get(self._counts[name], ())
         self._counts[name] += 1
+        edit = None
         for visit in visits:
             if not isinstance(visit, VisitHidden):
                 self.run.attempt(visit.key, visit.before, self, func, args, kwargs)
-        out = func(*args, **kwargs)
+                edit = edit or self.edits.get(visit.key)
+        out = func(*args, **kwargs) if edit is None else edit(func, args, kwargs)
         for visit in visits:
             if isinstance(visit, VisitHidden):
                 self.run.attempt(visit.key, visit.after, self, out)
@@ -274,14 +346,12 @@ class Hook:
         self._slot = slot
         self._entry = entry
 
-    def __call__(self, module: nn.Module, args: Any, out: Any = None) -> None:
+    def __call__(self, module: nn.Module, args: Any, out: Any = None) -> Any:
         probe = self._probe()
         forward = probe._forward() if probe is not None else None
-        if forward is not None:
-            if self._entry:
-                forward.entry(self._slot)
-            else:
-                forward.exit(self._slot, out)
+        if forward is None:
+            return None
+        return forward.entry(self._slot) if self._entry else forward.exit(self._slot, out, args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return inert, ()

@@ -280,7 +280,7 @@ def no_host_round_trip(case: Case) -> str | None:
         with attached(model) as probe:
             for _ in range(3):
                 model(**batch)
-            states = probe.moments.tensors()
+            states = probe.record.moments.tensors()
             assert states and all(t.device.type == "cuda" for t in states)
             assert probe.forwards == 3
     return None
@@ -348,3 +348,43 @@ def the_report_tells(case: Case) -> None:
             assert abs(a.residual - b.residual) <= 1e-6
     assert all(len(line) <= 80 for line in str(report).splitlines())
     assert str(probe.anatomy)
+
+
+# -- 5. exact ablation ------------------------------------------------------------------------------------------------
+
+
+def stir(model: nn.Module) -> None:
+    """Weights that start at zero, or near it, would hide what is removed behind them."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() > 0 and float(parameter.abs().max()) < 1e-3:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def differ(a: Any, b: Any) -> bool:
+    return any(x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(floats(a), floats(b), strict=True))
+
+
+def ablation_comes_and_goes(case: Case) -> None:
+    """With factor 1 nothing changes, without its parts everything does, and afterwards all is as it was."""
+    model, batch = case.build(), case.batch()
+    stir(model)
+    asked: list[dict[str, Any]] = [{"skip": True}, {"attention": True}, {"skip": 0.5}, {"heads": {0: [0]}}]
+    if case.mlps:
+        asked += [{"mlp": True}, {"skip": True, "mlp": True}]
+    with torch.no_grad():
+        model(**batch)  # the library's own lazy hooks
+        plain, before = model(**batch), state_of(model)
+        with attached(model, heads=False) as probe:
+            for factor in {"skip": 1.0}, {"attention": 1.0}:
+                with probe.ablate(**factor):
+                    assert_same(model(**batch), plain)
+            for spec in asked:
+                with probe.ablate(**spec) as variant:
+                    assert differ(model(**batch), plain), spec
+                assert variant.report().layers and variant.forwards == 1
+                assert_same(model(**batch), plain)
+            assert probe.forwards == len(asked)
+        assert state_of(model) == before
+        assert_same(model(**batch), plain)

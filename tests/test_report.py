@@ -68,7 +68,7 @@ def test_heads_are_measured_once_by_default_and_always_on_request() -> None:
         report = probe.report()
         assert report.watched == report.found
         assert [len(layer.heads) for layer in report.layers] == [4, 4, 4]
-        assert probe.moments.summary()[probe.anatomy.attentions[2].key][0].count == samples
+        assert probe.record.moments.summary()[probe.anatomy.attentions[2].key][0].count == samples
         assert any("first forward only, 2 samples" in note for note in report.notes) is not heads
 
 

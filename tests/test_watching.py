@@ -47,7 +47,7 @@ def test_generate_with_a_cache(llama: Any) -> None:
     assert report.problems == ()
     # Only the prompt has tokens to compare; every step has attention rows.
     assert all(layer.samples == 2 for layer in report.layers)
-    rows = probe.moments.summary()[probe.anatomy.attentions[0].key]
+    rows = probe.record.moments.summary()[probe.anatomy.attentions[0].key]
     assert rows[0].count == 2 * 5
 
 
@@ -327,7 +327,7 @@ def test_probes_of_several_processes_merge(bert: nn.Module) -> None:
     for part in ids.split(2):
         with torch.no_grad(), attached(bert) as probe:
             bert(input_ids=part)
-        merged.merge(probe.moments)
+        merged.merge(probe.record.moments)
     for key, rows in whole.moments.summary().items():
         for a, b in zip(rows, merged.summary()[key], strict=True):
             assert a.count == b.count
