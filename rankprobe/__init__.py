@@ -17,12 +17,21 @@ from rankprobe._version import __version__
 from rankprobe.errors import RankprobeError
 
 if TYPE_CHECKING:
+    from rankprobe.ablate import Ablation
+    from rankprobe.collapse import Collapse
     from rankprobe.probe import Probe, attach
     from rankprobe.report import Report, load
 
-__all__ = ["Probe", "RankprobeError", "Report", "__version__", "attach", "load"]
+__all__ = ["Ablation", "Collapse", "Probe", "RankprobeError", "Report", "__version__", "attach", "load"]
 
-_HOMES = {"Probe": "rankprobe.probe", "attach": "rankprobe.probe", "Report": "rankprobe.report", "load": "rankprobe.report"}
+_HOMES = {
+    "Ablation": "rankprobe.ablate",
+    "Collapse": "rankprobe.collapse",
+    "Probe": "rankprobe.probe",
+    "Report": "rankprobe.report",
+    "attach": "rankprobe.probe",
+    "load": "rankprobe.report",
+}
 
 
 def __getattr__(name: str) -> Any:

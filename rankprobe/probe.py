@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from rankprobe import metrics
 from rankprobe.ablate import PRESETS, Ablation, caches_in
 from rankprobe.anatomy import Anatomy, Stack, dissect
+from rankprobe.collapse import VARIANTS, Collapse, in_dtype, run_variants
 from rankprobe.discover import Tracer
 from rankprobe.errors import RankprobeError
 from rankprobe.measure import Options, Run, quiet
@@ -138,6 +139,24 @@ class Probe(Readings):
         if self._anatomy is not None:
             made.understood(self._anatomy)  # what cannot be meant is told now
         return made
+
+    def collapse(
+        self,
+        *args: Any,
+        variants: Iterable[str] | Mapping[str, Mapping[str, Any]] = VARIANTS,
+        labels: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **batch: Any,
+    ) -> Collapse:
+        """Run the model on `batch` whole and without its parts: curves, answers and theory, side by side.
+
+        variants: names of presets, or {name: what `ablate` takes}.
+        labels: given to the model if it takes them, and compared with its answers.
+        dtype: run a copy of the model in this dtype; in float64 doubly exponential decay is seen three layers deep.
+        """
+        chosen = variants if isinstance(variants, Mapping) else {name: {"preset": name} for name in variants}
+        with in_dtype(self, dtype) as probe:
+            return run_variants(probe, args, batch, chosen, labels)
 
     def reset(self) -> None:
         """Forget what was measured; keep what was found."""

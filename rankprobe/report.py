@@ -116,10 +116,12 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON, whole or not at all."""
-        _write(Path(path), json.dumps({"schema": SCHEMA, **_plain(dataclasses.asdict(self))}, indent=1, allow_nan=False) + "\n")
+        write_text(
+            Path(path), json.dumps({"schema": SCHEMA, **numbers_to_json(dataclasses.asdict(self))}, indent=1, allow_nan=False) + "\n"
+        )
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        _write(Path(path), html(self))
+        write_text(Path(path), html(self))
 
     # -- print ----------------------------------------------------------------------------------------------------
 
@@ -269,17 +271,17 @@ def _no_attention(anatomy: Anatomy) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
+def numbers_to_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: numbers_to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [numbers_to_json(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent or ".", prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
