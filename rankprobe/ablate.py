@@ -315,6 +315,7 @@ class Ablation(Readings):
         super().__init__(probe.options)
         asked = {name: value for name, value in asked.items() if value is not None and value is not False}
         self.variant = ", ".join(f"{name}={value!r}" for name, value in asked.items()) or "full"
+        self.theory = False  # also measure what the theorem speaks of
         self._probe = probe
         self._asked = asked
         self._outer: tuple[Ablation, ...] = ()
@@ -341,7 +342,12 @@ class Ablation(Readings):
     @property
     def deep(self) -> bool:
         """Whether more is to be reached than additions."""
-        return any(name in a._asked for a in (*self._outer, self) for name in ("heads", "norm"))
+        return self.theory or any(name in a._asked for a in (*self._outer, self) for name in ("heads", "norm"))
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The ways that forwards inside took."""
+        return tuple(self._edits)
 
     def edits(self, plan: Plan) -> Edits:
         """What to do on one way through the model, for this and all contexts around it."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HEAD_METRICS", "SPECTRAL_METRICS", "Attention", "from_op", "head_metrics", "matrix", "spectral_gap"]
+__all__ = ["HEAD_METRICS", "SPECTRAL_METRICS", "Attention", "deviation", "from_op", "head_metrics", "matrix", "spectral_gap"]
 
 HEAD_METRICS = ("entropy", "residual", "sink")
 SPECTRAL_METRICS = ("spectral_gap",)
@@ -277,6 +277,26 @@ def matrix(attention: Attention) -> Tensor:
         out[groups, rows, : p.shape[2]] = p
     assert out is not None
     return out
+
+
+def deviation(attention: Attention, mask: Tensor | None = None) -> Tensor:
+    """`(1, groups)`: ‖P − 1p̄ᵀ‖ in the paper's norm, p̄ the mean row: by how much attention can carry differences on."""
+    rows_in = row_mask(attention, mask)
+    dtype, device = attention.dtype, attention.device
+    mean = torch.zeros(attention.groups, attention.keys, dtype=dtype, device=device)
+    columns = torch.zeros_like(mean)
+    widest = torch.zeros(attention.groups, dtype=dtype, device=device)
+    for groups, rows, p, *_ in attention.blocks():
+        keep = 1.0 if rows_in is None else rows_in[groups, rows].unsqueeze(-1)
+        mean[groups, : p.shape[2]] += (p * keep).sum(1)
+    mean /= attention.queries if rows_in is None else rows_in.sum(1, keepdim=True)
+    for groups, rows, p, *_ in attention.blocks():
+        size = (torch.nn.functional.pad(p, (0, attention.keys - p.shape[2])) - mean[groups].unsqueeze(1)).abs_()
+        if rows_in is not None:
+            size *= rows_in[groups, rows].unsqueeze(-1)
+        columns[groups] += size.sum(1)
+        widest[groups] = torch.maximum(widest[groups], size.sum(2).amax(1))
+    return (columns.amax(1).sqrt() * widest.sqrt()).unsqueeze(0)
 
 
 def spectral_gap(attention: Attention, mask: Tensor | None = None, steps: int = 32) -> Tensor:

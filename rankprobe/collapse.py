@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import os
@@ -34,6 +35,7 @@ from rankprobe.graph import tensors_in
 from rankprobe.padding import TokenMasks
 from rankprobe.render import html, plain
 from rankprobe.report import Layer, Report, numbers_to_json, write_text
+from rankprobe.theory import Bound, bounds
 
 if TYPE_CHECKING:
     from rankprobe.anatomy import Anatomy
@@ -73,7 +75,7 @@ def decay_of(curve: Sequence[float], rounding: float) -> Decay:
     if len(logs) < 2 or (end == len(curve) and logs[0] - logs[-1] < math.log(FALLS)):
         short = end < len(curve)
         return Decay("too fast to tell" if short else "none", points=len(logs))
-    steps = [b - a for a, b in zip(logs, logs[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(logs)]
     rate = math.exp(sum(steps) / len(steps))
     if end < len(curve) and len(steps) < 2:
         return Decay("too fast to tell", rate=rate, points=len(logs))
@@ -102,6 +104,7 @@ class Collapse:
     effects: dict[str, Effect]
     rounding: float
     dtype: str
+    bounds: tuple[Bound, ...] = ()
     notes: tuple[str, ...] = ()
     decays: dict[str, dict[str, Decay]] = field(default_factory=dict)  # by variant and stack
 
@@ -149,13 +152,14 @@ class Collapse:
         samples = max(x.samples for x in next(iter(self.reports.values())).layers)
         parts: list[RenderableType] = [
             Text(f"rankprobe: {self.model}, whole and without its parts", style="bold"),
-            Text(f"residual ‖X − 1xᵀ‖/‖X‖ in the paper's norm, mean of {samples} samples, {self.dtype}", style="dim"),
+            Text(f"residual ‖X − 1xᵀ‖/‖X‖ in the paper's norm, mean of {samples} samples,", style="dim"),
+            Text(f"in {self.dtype}: below {self.rounding:.0e} all is rounding", style="dim"),
         ]
         for stack in self.stacks:
             if len(self.stacks) > 1:
                 parts.append(Text(f"\n{stack}", style="bold"))
             parts += [self._chart(stack), self._table(stack)]
-        parts += [self._answers()]
+        parts += [self._answers(), *self._theory()]
         parts += [Text(f"Note: {line}", style="yellow") for line in self.notes]
         return Group(*parts)
 
@@ -196,6 +200,14 @@ class Collapse:
             table.add_row(Text(variant), *(_number(getattr(effect, name)) for name in names))
         return Group(Text(), table)
 
+    def _theory(self) -> list[RenderableType]:
+        if not self.bounds:
+            return []
+        table = _bare_table("layer", "measured", "by its attention", "the paper's bound")
+        for bound in self.bounds:
+            table.add_row(Text(bound.name[-24:]), _number(bound.measured), _number(bound.contraction), _number(bound.cubic))
+        return [Text("\nBy what a layer of pure attention multiplies ‖X − 1xᵀ‖", style="bold"), table]
+
 
 def _bare_table(first: str, *columns: str) -> Table:
     table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
@@ -228,24 +240,34 @@ def run_variants(
 ) -> Collapse:
     model = probe.model
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    rounding = ROUNDING * torch.finfo(dtype).eps
     args, batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, batch))
-    if labels is not None and "labels" in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters
+    if labels is not None and "labels" in takes:
         batch = {**batch, "labels": labels}
+    if "use_cache" in takes:
+        batch = {"use_cache": False, **batch}  # nothing is generated
     reports: dict[str, Report] = {}
     effects: dict[str, Effect] = {}
+    theory: tuple[Bound, ...] = ()
+    notes: list[str] = []
     with torch.no_grad(), _evaluating(model):
         with probe.ablate() as whole:
             intact = model(*args, **batch)
         for name, asked in variants.items():
             variant, out = whole, intact
             if asked != {"preset": "full"}:
-                with probe.ablate(**asked) as variant:
+                variant = probe.ablate(**asked)
+                variant.theory = asked == {"preset": "pure-attention"}
+                with variant:
                     out = model(*args, **batch)
             reports[name] = variant.report()
+            notes += [f"{name}, {line}" for line in (*reports[name].notes, *reports[name].problems)]
             effects[name] = _effect(probe, out, intact, args, batch, labels)
-    notes: list[str] = []
-    rounding = ROUNDING * torch.finfo(dtype).eps
-    made = Collapse(probe.anatomy.model, reports, effects, rounding, str(dtype).removeprefix("torch."))
+            if variant.theory:
+                theory, unread = bounds(variant, rounding)
+                notes += unread
+    made = Collapse(probe.anatomy.model, reports, effects, rounding, str(dtype).removeprefix("torch."), theory)
     decays = {name: {stack: decay_of(made.curve(name, stack=stack), rounding) for stack in made.stacks} for name in reports}
     if dtype != torch.float64 and any(d.kind == "too fast to tell" for by_stack in decays.values() for d in by_stack.values()):
         notes.append(f"{made.dtype} ends at about {rounding:.0e}; with dtype=torch.float64 the decay is seen further down")
@@ -288,7 +310,8 @@ def _effect(probe: Probe, out: Any, whole: Any, args: Any, kwargs: Any, labels: 
             return Effect()
         change = torch.linalg.vector_norm(after - earlier, dim=-1) / torch.linalg.vector_norm(earlier, dim=-1)
         return Effect(change=float(change.mean()), cosine=float(torch.cosine_similarity(after, earlier, dim=-1).mean()))
-    p, q = before.float().log_softmax(-1), logits.float().log_softmax(-1)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    p, q = before.to(exact).log_softmax(-1), logits.to(exact).log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
     same = (logits.argmax(-1) == before.argmax(-1)).float()
     mask = _token_mask(masks, logits) if logits.dim() > 2 else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ from rankprobe.graph import (
 from rankprobe.measure import Held, Layout, Run, arrange, by_head, measuring, quiet
 from rankprobe.padding import is_decoder_argument, named_arguments
 from rankprobe.sites import AttentionSite, Call, Event, SkipSite, Sum, Tap, call_key, hidden_key, input_key, leaves, part_key
+from rankprobe.weights import Product, Projections, columns_of, made_by, read_product
 
 __all__ = ["Tracer", "as_attention"]
 
@@ -85,7 +87,8 @@ class Tracer(TorchDispatchMode):
         self._sites: Counter[str] = Counter()
         self._measured: set[str] = set()
         self._starts: list[tuple[str, Held]] = []  # the stream at the last two skip connections
-        self._parameters = {p.untyped_storage()._cdata for p in root.parameters() if not p.is_nested}
+        self._parameters = {p.untyped_storage()._cdata: weakref.ref(p) for p in root.parameters() if not p.is_nested}
+        self._products: dict[int, Product] = {}  # by node
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, value in named_arguments(root, args, kwargs):
             for tensor in tensors_in(value):
@@ -220,6 +223,11 @@ class Tracer(TorchDispatchMode):
         node = self._bind(func, name, kind, parents, args, kwargs, out)
         if node is None:
             return out
+        if node.by_weight and kind is Kind.MULTIPLY:
+            product = read_product(tap, name, args, next(iter(tensors_in(out))), [p.weight for p in parents], self._parameters)
+            if product is not None:
+                self._products[node.id] = product
+            self._output_projection(parents, product)
         self._track_weights(name, kind, node, parents, dropped)
         if name in ("add", "add_") and len(parents) == 2:
             self._adds[node.id] = tap
@@ -266,8 +274,6 @@ class Tracer(TorchDispatchMode):
             node.decoder = any(p.decoder for p in parents)
             self.graph.bind(tensor, node, written=bool(targets))
             first = first or node
-        if first is not None and first.by_weight and kind is Kind.MULTIPLY:
-            self._output_projection(parents)
         return first
 
     # -- attention ------------------------------------------------------------------------------------------------
@@ -290,6 +296,10 @@ class Tracer(TorchDispatchMode):
         if "qkv_weight" in named:
             site.heads = call.lead[-1]
         site.kv_heads = call.kv_heads
+        if "value" in named and "qkv_weight" not in named:
+            made = [columns_of(named[part], self._source(named[part]), self._products) for part in ("query", "key", "value")]
+            if made[0] is not None and made[1] is not None and made[2] is not None:
+                site.projections = Projections(made[0], made[1], made[2], call.scale)
         return site
 
     def _attention(
@@ -362,13 +372,15 @@ class Tracer(TorchDispatchMode):
             self._weights[node.id] = _Weights(kept, weights.softmax, dropped or weights.undropped)
             return
 
-    def _output_projection(self, parents: list[Node]) -> None:
+    def _output_projection(self, parents: list[Node], product: Product | None) -> None:
         """The product after an attention call tells its heads: features in, over features of one value."""
         live = next((p for p in parents if not p.weight), None)
         if live is None or len(live.shape) < 2:
             return
         for term in terms(live, limit=24):
             site = self._by_node.get(term.id)
+            if site is not None and site.projections is not None and site.projections.output is None:
+                site.projections.output = product
             if site is None or site.heads:
                 continue
             for features in (live.shape[-1], live.shape[1]):
@@ -454,6 +466,10 @@ class Tracer(TorchDispatchMode):
             attentions=attentions,
             sum=total,
         )
+        if len(attentions) == 1 and attentions[0].projections is not None:
+            projections = attentions[0].projections
+            if projections.output is None or made_by(b, self._products) is not projections.output:
+                attentions[0].projections = None  # a norm or a gate stands between
         if site.inplace:
             x = x.clone()
         self.run.attempt(site.key, self._measure_skip, site, x, operands[branch])

@@ -138,6 +138,7 @@ class Run:
     masks: TokenMasks
     strict: bool = False
     heads: bool = False  # whether this forward measures them
+    theory: bool = False  # whether it measures what the theorem speaks of
     results: dict[str, Tensor] = field(default_factory=dict)
     attentions: dict[str, Tensor] = field(default_factory=dict)
     hidden_states: dict[str, Tensor] = field(default_factory=dict)
@@ -204,6 +205,15 @@ class Run:
         branch = self._padded(branch).detach()
         self._measure(site, _ratio_rows, stream, Held(branch, self._lay_out(branch, layout), stream.mask))
 
+    def contraction(self, site: str, given: Tensor, branch: Tensor, layout: Layout, decoder: bool) -> None:
+        """What is not common to all tokens, in the paper's norm, before and after an attention layer, and the ratio."""
+        sizes = []
+        for x in (given, branch):
+            laid = self._lay_out(x.detach(), layout)
+            t = Tokens(laid, self.masks.find(laid.shape[0], laid.shape[1], decoder, self._shape[3]))
+            sizes.append(metrics.common_norm(t.centred_induced))
+        self.results[f"{site}/theory"] = torch.stack((*sizes, sizes[1] / sizes[0]))
+
     def _measure(self, site: str, rows: Callable[..., Tensor], *given: Held) -> None:
         first = given[0]
         if not first.small:
@@ -246,9 +256,13 @@ class Run:
         if "attention" in self.options.keep:
             full = attn.matrix(call)
             self.attentions[site] = full if not heads else by_head(full, heads, inner)
-        if not self.heads:
+        if not self.heads and not self.theory:
             return
         mask = self.masks.find(call.lead[0], call.queries, decoder, call.keys)
+        if self.theory and heads:
+            self.results[f"{site}/deviation"] = arrange(attn.deviation(call, mask), heads, inner)
+        if not self.heads:
+            return
         if call.groups * call.queries * call.keys > SMALL:
             rows = self._head_rows(call, mask)
             self.results[site] = rows if not heads else arrange(rows, heads, inner)

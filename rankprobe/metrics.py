@@ -137,11 +137,11 @@ def residual(x: Tensor | Tokens, mask: Tensor | None = None, *, norm: Norm = "co
     if norm == "fro" and centre == "mean":
         return t.centred_size / t.size
     if centre == "mean":
-        return _norm(t.centred_induced, norm) / _norm(t.induced, norm) + 0.0 * t.count
+        return common_norm(t.centred_induced, norm) / common_norm(t.induced, norm) + 0.0 * t.count
     rest = t.without(_median(t))
     if norm == "fro":
         return torch.linalg.matrix_norm(rest) / t.size
-    return _norm(_induced(rest.abs_()), norm) / _norm(t.induced, norm) + 0.0 * t.count
+    return common_norm(_induced(rest.abs_()), norm) / common_norm(t.induced, norm) + 0.0 * t.count
 
 
 def _induced(size: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,8 @@ def _induced(size: Tensor) -> tuple[Tensor, Tensor]:
     return size.sum(1).amax(-1), size.sum(2).amax(-1)
 
 
-def _norm(induced: tuple[Tensor, Tensor], norm: Norm) -> Tensor:
+def common_norm(induced: tuple[Tensor, Tensor], norm: Norm = "composite") -> Tensor:
+    """The composite norm from the two it is made of, or one of those."""
     columns, rows = induced
     if norm == "composite":
         return columns.sqrt() * rows.sqrt()  # the roots first: the product of two large sums may overflow

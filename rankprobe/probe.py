@@ -204,7 +204,8 @@ class Probe(Readings):
             plan = None if ways is None else ways.deep if ablation is not None and ablation.deep else ways.plain
             self._install(plan)
         masks = TokenMasks(module, args, kwargs, self.options.mask)
-        run = Run(self.options, masks, self._strict, heads=self.options.heads or plan is None)
+        theory = ablation is not None and ablation.theory
+        run = Run(self.options, masks, self._strict, heads=self.options.heads or plan is None, theory=theory)
         if plan is None:
             tracer = Tracer(module, run, args, kwargs)
             self._local.current = tracer
@@ -287,7 +288,7 @@ class Probe(Readings):
             if known is not None and self._anatomy == known:
                 self._fruitless[way] += 1
             if anatomy.attentions or not anatomy.unknown:
-                self._plans[way] = Ways(plan, Plan(tracer, stacks, heads=True, norms=True))
+                self._plans[way] = Ways(plan, Plan(tracer, stacks, heads, deep=True))
 
     def _follow(self, forward: Forward) -> None:
         missing = frozenset(forward.plan.keys - forward.seen)

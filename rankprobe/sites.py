@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from rankprobe.graph import Node
 from rankprobe.measure import Held, Layout
+
+if TYPE_CHECKING:
+    from rankprobe.weights import Projections
 
 __all__ = ["AttentionSite", "Call", "Event", "SkipSite", "Sum", "Tap", "call_key", "hidden_key", "input_key", "leaves", "part_key"]
 
@@ -72,6 +76,7 @@ class AttentionSite:
     decoder: bool = False
     node: Node | None = None
     key_nodes: tuple[Node, ...] = ()
+    projections: Projections | None = None
     reach: Tensor | None = None  # largest distance looked back and ahead: tells causal and window, on the device
 
     def settle(self) -> None:

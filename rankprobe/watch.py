@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankprobe.anatomy import Found
@@ -21,6 +21,7 @@ from rankprobe.discover import Tracer, as_attention
 from rankprobe.graph import Kind, decomposed, op_key, remove_mode, tensors_in
 from rankprobe.measure import Held, Layout, Run, measuring
 from rankprobe.sites import AttentionSite, SkipSite, Sum, Tap, call_key, hidden_key, input_key, part_key
+from rankprobe.weights import Projections
 
 __all__ = ["Forward", "Hook", "Plan"]
 
@@ -62,6 +63,9 @@ class VisitSkip:
         run = forward.run
         held = run.hold(args[self.skip].clone() if self.inplace else args[self.skip], self.layout, self.decoder)
         run.skip(self.key, held, args[self.branch], self.layout)
+        given = forward.inputs.pop(self.key, None)
+        if given is not None:
+            run.contraction(self.key, given.reshape(*args[self.skip].shape[:-1], -1), args[self.branch], self.layout, self.decoder)
         if self.input_key is not None:
             run.hidden(self.input_key, held)
         if self.block is not None:
@@ -93,7 +97,20 @@ class VisitSum:
         pass
 
 
-Visit = VisitAttention | VisitSkip | VisitHidden | VisitSum
+@dataclass(frozen=True, slots=True)
+class VisitInput:
+    """The product that makes an attention call's values: what goes into it is what the layer is given."""
+
+    key: str
+    skip: str
+    place: int
+
+    def before(self, forward: Forward, func: Any, args: Any, kwargs: Any) -> None:
+        if forward.run.theory:
+            forward.inputs[self.skip] = args[self.place]
+
+
+Visit = VisitAttention | VisitSkip | VisitHidden | VisitSum | VisitInput
 
 
 @dataclass(slots=True)
@@ -110,10 +127,10 @@ class Plan:
     """Where the sites of one way through the model are: windows by event, hidden states by module exit.
 
     heads: visit every attention call, not only the first of a stack, whose shape tells how tokens are laid out.
-    norms: know the norms of each block, to pass them by.
+    deep: all calls, and also the norms of each block, to pass them by, and what goes into each attention layer.
     """
 
-    def __init__(self, tracer: Tracer, stacks: list[list[Found]], heads: bool, norms: bool = False) -> None:
+    def __init__(self, tracer: Tracer, stacks: list[list[Found]], heads: bool, deep: bool = False) -> None:
         self.windows: dict[tuple[int, bool, int], Window] = {}
         self.exits: dict[tuple[int, int], list[VisitHidden]] = {}
         self.modules: list[nn.Module] = []
@@ -121,6 +138,7 @@ class Plan:
         self.attended: dict[str, tuple[int, int]] = {}  # attention calls that are visited: heads, and groups inside one
         self.norms: dict[str, list[str]] = {}  # by block
         self.norm_exits: dict[tuple[int, int], str] = {}
+        self.projections: dict[str, Projections] = {}  # by attention call
         self.unnormed: dict[str, str] = {}  # blocks with a norm that is no module's, and where
         self.rename: dict[str, str] = {}  # from the tracer's keys to the sites' own
         self.keys: set[str] = set()
@@ -128,11 +146,9 @@ class Plan:
         self.hooked: set[tuple[int, bool]] = set()
         self._slots: dict[int, int] = {}
         self._tracer = tracer
-        self._plan(stacks, heads)
-        if norms:
-            for stack in stacks:
-                for block in stack:
-                    self._find_norms(block)
+        self._plan(stacks, heads or deep)
+        if deep:
+            self._dig(stacks)
         del self._tracer
 
     def _plan(self, stacks: list[list[Found]], heads: bool) -> None:
@@ -182,6 +198,16 @@ class Plan:
         else:
             tap = last.tap if last else block.attentions[-1].tap
             self._tap(tap, VisitHidden(block.key, 0, layout, decoder))
+
+    def _dig(self, stacks: list[list[Found]]) -> None:
+        for block in (block for stack in stacks for block in stack):
+            self._find_norms(block)
+            for skip in block.skips:
+                found = skip.attentions[0].projections if len(skip.attentions) == 1 else None
+                if found is not None:
+                    product = found.value.product
+                    self.projections[skip.attentions[0].key] = found
+                    self._tap(product.tap, VisitInput(f"{skip.key}/given", skip.key, product.x))
 
     def _find_norms(self, block: Found) -> None:
         """The module calls in a block that normalise its stream or a branch and do nothing else."""
@@ -272,6 +298,7 @@ class Forward(TorchDispatchMode):
         self.edits = edits or {}
         self.run = run
         self.blocks: dict[str, Held] = {}
+        self.inputs: dict[str, Tensor] = {}  # by skip connection: what its attention layer was given
         self.seen: set[str] = set()
         self.strayed: set[str] = set()  # sites whose window did not hold them
         self._window: Window | None = None
