@@ -333,7 +333,8 @@ class Probe(Readings):
         try:
             torch.set_grad_enabled(False)
             # The kernel that runs a whole nn.TransformerEncoderLayer has no additions to replace.
-            torch.backends.mha.set_fastpath_enabled(fused and not ablation.changes)
+            if ablation.changes and any(isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for m in module.modules()):
+                torch.backends.mha.set_fastpath_enabled(False)
             if _way(module, args, kwargs) not in self._plans:
                 self._rehearse(module, args, kwargs)
         except BaseException:

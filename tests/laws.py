@@ -377,7 +377,8 @@ def ablation_comes_and_goes(case: Case) -> None:
         model(**batch)  # the library's own lazy hooks
         plain, before = model(**batch), state_of(model)
         with attached(model, heads=False) as probe:
-            for factor in {"skip": 1.0}, {"attention": 1.0}:
+            unchanged: list[dict[str, Any]] = [{"skip": 1.0}, {"attention": 1.0}]
+            for factor in unchanged:
                 with probe.ablate(**factor):
                     assert_same(model(**batch), plain)
             for spec in asked:

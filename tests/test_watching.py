@@ -328,7 +328,7 @@ def test_probes_of_several_processes_merge(bert: nn.Module) -> None:
         with torch.no_grad(), attached(bert) as probe:
             bert(input_ids=part)
         merged.merge(probe.record.moments)
-    for key, rows in whole.moments.summary().items():
+    for key, rows in whole.record.moments.summary().items():
         for a, b in zip(rows, merged.summary()[key], strict=True):
             assert a.count == b.count
             assert a.mean == pytest.approx(b.mean, rel=1e-4, abs=1e-6) or math.isnan(a.mean)
