@@ -50,11 +50,13 @@ def gpt2(positions: int = 1024) -> nn.Module:
     return GPT2Model(GPT2Config(n_positions=positions, use_cache=False)).eval()
 
 
-def ratio(model: nn.Module, ids: torch.Tensor, rounds: int, **options: bool) -> tuple[float, float, float]:
-    """Watched over plain and plain copy over plain, medians of rounds that time the three in turn, and the plain seconds."""
+def ratio(
+    model: nn.Module, ids: torch.Tensor, rounds: int, ablated: dict[str, Any] | None = None, **options: bool
+) -> tuple[float, float, float]:
+    """Watched (and ablated) over plain and plain copy over plain, medians of rounds that time the three in turn, and the plain seconds."""
     arms = (model, copy.deepcopy(model), copy.deepcopy(model))
     plain_times, ratios, controls = [], [], []
-    with torch.no_grad(), rankprobe.attach(arms[1], **options):  # type: ignore[arg-type]
+    with torch.no_grad(), rankprobe.attach(arms[1], **options) as probe, probe.ablate(**ablated or {}):  # type: ignore[arg-type]
         for _ in range(2):  # discovery is paid once
             for arm in arms:
                 arm(input_ids=ids)
@@ -124,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--row", default="", help="of those, ratios whose name holds this")
     chosen = parser.parse_args()
     rounds = chosen.rounds
     torch.set_num_threads(2)
@@ -147,8 +150,12 @@ def main() -> None:
         for what, options, limit in (
             ("default", {}, "2.0 ×" if small else "1.05 ×"),
             ("heads=True", {"heads": True}, "" if small else "1.25 ×"),
+            ("pure attention", {"ablated": {"skip": True, "mlp": True}}, "" if small else "1.3 ×"),
+            ("without a head each", {"ablated": {"heads": {n: [0] for n in range(12)}}}, "" if small else "1.3 ×"),
         ):
-            found, control, plain = ratio(model, ids, rounds, **options)
+            if chosen.row not in what:
+                continue
+            found, control, plain = ratio(model, ids, rounds, **options)  # type: ignore[arg-type]
             table.add_row(f"{name}, {what}", f"{found:.3f} ×", limit, f"{control:.3f} ×", f"{plain:.4f}")
     if chosen.only in "peak memory":
         first, later = extra_peak(4096)

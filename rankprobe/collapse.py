@@ -34,7 +34,7 @@ from rankprobe.errors import RankprobeError
 from rankprobe.graph import tensors_in
 from rankprobe.padding import TokenMasks
 from rankprobe.render import html, plain
-from rankprobe.report import Layer, Report, numbers_to_json, write_text
+from rankprobe.report import Layer, Report, numbers_to_json, short, write_text
 from rankprobe.theory import Bound, bounds
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Collapse:
     def _table(self, stack: str) -> Table:
         table = _bare_table("layer", *self.variants)
         for rows in zip(*(self.rows(name, stack) for name in self.variants), strict=True):
-            label = f"{rows[0].index:>2} {rows[0].name[-16:]}" if rows[0].index >= 0 else "   input"
+            label = f"{rows[0].index:>2} {short(rows[0].name)}" if rows[0].index >= 0 else "   input"
             table.add_row(Text(label), *(_number(x.residual) for x in rows))
         table.add_row(Text("falls", style="bold"), *(Text(str(self.decays[name][stack])) for name in self.variants))
         return table
@@ -205,7 +205,7 @@ class Collapse:
             return []
         table = _bare_table("layer", "measured", "by its attention", "the paper's bound")
         for bound in self.bounds:
-            table.add_row(Text(bound.name[-24:]), _number(bound.measured), _number(bound.contraction), _number(bound.cubic))
+            table.add_row(Text(short(bound.name, 24)), _number(bound.measured), _number(bound.contraction), _number(bound.cubic))
         return [Text("\nBy what a layer of pure attention multiplies ‖X − 1xᵀ‖", style="bold"), table]
 
 

@@ -158,7 +158,7 @@ class Report:
         for layer in (*(x for x in self.inputs if x.stack == stack), *(x for x in self.layers if x.stack == stack)):
             entropies = [h.entropy for h in layer.heads if not math.isnan(h.entropy)]
             span = f"{min(entropies):.2f}–{max(entropies):.2f}" if entropies else ""
-            label = f"{layer.index:>2} {_short(layer.name)}" if layer.index >= 0 else "   input"
+            label = f"{layer.index:>2} {short(layer.name)}" if layer.index >= 0 else "   input"
             cells = [
                 _number(layer.residual), _number(layer.std.get("residual", NAN)), _number(layer.cosine), _number(layer.effective_rank),
                 _number(layer.branch_ratio), _number(layer.block_influence), *((span,) if has_heads else ()),
@@ -175,7 +175,7 @@ LAYER_FIELDS = (
 )
 
 
-def _short(name: str, width: int = 16) -> str:
+def short(name: str, width: int = 16) -> str:
     return name if len(name) <= width else "…" + name[-(width - 1) :]
 
 

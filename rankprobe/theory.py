@@ -53,7 +53,7 @@ def bounds(ablation: Ablation, rounding: float) -> tuple[tuple[Bound, ...], list
             rows, call = summary.get(f"{skip.key}/theory"), skip.attentions[0] if len(skip.attentions) == 1 else None
             deviation = summary.get(f"{call.key}/deviation") if call is not None else None
             read = norms(weights[call.key]) if call is not None and call.key in weights else None
-            if rows is None or deviation is None or read is None or call is None:
+            if rows is None or deviation is None or read is None or call is None or deviation[0].count != rows[0].count:
                 left.append(block.name)
                 continue
             scores, values = read
@@ -62,5 +62,6 @@ def bounds(ablation: Ablation, rounding: float) -> tuple[tuple[Bound, ...], list
             made.append(Bound(block.name, rows[0].mean, rows[2].mean, contraction, slope * rows[0].high ** 2))
     if not left:
         return tuple(made), []
-    why = "its projections are not plain products next to a fused kernel (rotary positions, eager attention, norms or gates between)"
-    return tuple(made), [f"no bound for {left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else "") + f": {why}"]
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    why = "not plain projections around a fused kernel (rotary positions, eager or windowed attention, norms or gates between)"
+    return tuple(made), [f"no bound for {left[0]}{more}: {why}"]

@@ -63,9 +63,9 @@ class VisitSkip:
         run = forward.run
         held = run.hold(args[self.skip].clone() if self.inplace else args[self.skip], self.layout, self.decoder)
         run.skip(self.key, held, args[self.branch], self.layout)
-        given = forward.inputs.pop(self.key, None)
-        if given is not None:
-            run.contraction(self.key, given.reshape(*args[self.skip].shape[:-1], -1), args[self.branch], self.layout, self.decoder)
+        given, tokens = forward.inputs.pop(self.key, None), args[self.skip].shape[:-1]
+        if given is not None and given.numel() == tokens.numel() * given.shape[-1]:
+            run.contraction(self.key, given.reshape(*tokens, -1), args[self.branch], self.layout, self.decoder)
         if self.input_key is not None:
             run.hidden(self.input_key, held)
         if self.block is not None:
@@ -204,7 +204,7 @@ class Plan:
             self._find_norms(block)
             for skip in block.skips:
                 found = skip.attentions[0].projections if len(skip.attentions) == 1 else None
-                if found is not None:
+                if found is not None and not skip.attentions[0].cross:
                     product = found.value.product
                     self.projections[skip.attentions[0].key] = found
                     self._tap(product.tap, VisitInput(f"{skip.key}/given", skip.key, product.x))

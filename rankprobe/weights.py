@@ -83,12 +83,15 @@ def read_product(
     if len(sides) != 2 or flags[sides[0][0]] or not flags[sides[1][0]] or sides[1][1].dim() != 2 or "conv" in name:
         return None
     weight = sides[1][1].mT if name == "linear" else sides[1][1]
-    storage = weight.untyped_storage()._cdata
+    try:
+        storage, made = weight.untyped_storage()._cdata, out.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # quantised, sparse: no strided storage
+        return None
     if storage not in parameters:
         return None  # a cast copy, say
     return Product(
         tap, sides[0][0], parameters[storage], tuple(weight.shape), tuple(weight.stride()), int(weight.storage_offset()),
-        out.untyped_storage()._cdata, int(out.storage_offset()),
+        made, int(out.storage_offset()),
     )  # fmt: skip
 
 
