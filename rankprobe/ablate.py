@@ -142,7 +142,8 @@ def _layers(name: str, spec: Any, count: int, scales: bool = True) -> dict[int, 
         return {_layer(name, layer, count): _scale(name, scale) for layer, scale in spec.items()}
     if isinstance(spec, (list, tuple, range, set, frozenset)):
         return {_layer(name, layer, count): 0.0 for layer in spec}
-    hint = f"; for layer {spec} write [{spec}], for a factor {float(spec)}" if isinstance(spec, int) else ""
+    hint = f"; for layer {spec} write [{spec}]" if isinstance(spec, int) else ""
+    hint += f", for a factor {float(spec)}" if spec in (0, 1) else ""
     may = "True, a factor from 0.0 to 1.0, layer numbers, a slice or {layer: factor}" if scales else "True, layer numbers or a slice"
     raise RankprobeError(f"{name}={spec!r}: may be {may}{hint}")
 

@@ -81,10 +81,9 @@ class Readings:
 
     def report(self) -> Report:
         """All forwards so far; a probe's without ablated ones. Here numbers come to the host."""
-        anatomy = self.anatomy
         if not self.forwards:
             raise RankprobeError(self._nothing())
-        return make_report(anatomy, self.options, self.record, self.variant)
+        return make_report(self.anatomy, self.options, self.record, self.variant)
 
     def _kept(self, what: str) -> Run:
         if what not in self.options.keep:

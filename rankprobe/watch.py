@@ -63,9 +63,10 @@ class VisitSkip:
         run = forward.run
         held = run.hold(args[self.skip].clone() if self.inplace else args[self.skip], self.layout, self.decoder)
         run.skip(self.key, held, args[self.branch], self.layout)
-        given, tokens = forward.inputs.pop(self.key, None), args[self.skip].shape[:-1]
-        if given is not None and given.numel() == tokens.numel() * given.shape[-1]:
-            run.contraction(self.key, given.reshape(*tokens, -1), args[self.branch], self.layout, self.decoder)
+        given = forward.inputs.pop(self.key, None)
+        if given is not None and given.numel() // given.shape[-1] == args[self.skip].shape[:-1].numel():
+            given = given.reshape(*args[self.skip].shape[:-1], -1)
+            run.contraction(self.key, given, args[self.branch], self.layout, self.decoder)
         if self.input_key is not None:
             run.hidden(self.input_key, held)
         if self.block is not None:
