@@ -19,14 +19,16 @@ from rankprobe.errors import RankprobeError
 if TYPE_CHECKING:
     from rankprobe.ablate import Ablation
     from rankprobe.collapse import Collapse
+    from rankprobe.paths import PathSplit
     from rankprobe.probe import Probe, attach
     from rankprobe.report import Report, load
 
-__all__ = ["Ablation", "Collapse", "Probe", "RankprobeError", "Report", "__version__", "attach", "load"]
+__all__ = ["Ablation", "Collapse", "PathSplit", "Probe", "RankprobeError", "Report", "__version__", "attach", "load"]
 
 _HOMES = {
     "Ablation": "rankprobe.ablate",
     "Collapse": "rankprobe.collapse",
+    "PathSplit": "rankprobe.paths",
     "Probe": "rankprobe.probe",
     "Report": "rankprobe.report",
     "attach": "rankprobe.probe",

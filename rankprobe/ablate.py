@@ -116,7 +116,7 @@ def _parts(wanted: Wanted, anatomy: Anatomy, name: str, kind: str, spec: Any, le
             raise RankprobeError(f"{name}: layer {index} ({blocks[index].name}) has no {what}")
         for site in mine:
             wanted.parts[site.key, name] = min(scale, wanted.parts.get((site.key, name), 1.0))
-    if scales and not found and not lenient:
+    if spec is not None and spec is not False and not found and not lenient:
         raise RankprobeError(_none(anatomy, what))
 
 

@@ -251,7 +251,7 @@ def run_variants(
     effects: dict[str, Effect] = {}
     theory: tuple[Bound, ...] = ()
     notes: list[str] = []
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         with probe.ablate() as whole:
             intact = model(*args, **batch)
         for name, asked in variants.items():
@@ -286,10 +286,11 @@ def in_dtype(probe: Probe, dtype: torch.dtype | None) -> Iterator[Probe]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """No dropout, and afterwards every module as it was."""
     training = [m for m in model.modules() if m.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:

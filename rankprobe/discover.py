@@ -28,6 +28,7 @@ from rankprobe.graph import (
     Graph,
     Kind,
     Node,
+    Op,
     between,
     decomposed,
     kind_of,
@@ -75,13 +76,14 @@ class Tracer(TorchDispatchMode):
         self.calls: list[Call] = []
         self.attentions: list[AttentionSite] = []
         self.skips: list[SkipSite] = []
+        self.ops: list[Op] = []
         self.unknown: Counter[str] = Counter()  # attention by name, but of no kind we can read
         self._thread = threading.get_ident()
         self._names = {id(module): name for name, module in root.named_modules()}
         self._nth: Counter[int] = Counter()
         self._open: list[int] = []
         self._weights: dict[int, _Weights] = {}  # by node
-        self._by_node: dict[int, AttentionSite] = {}
+        self.by_node: dict[int, AttentionSite] = {}
         self._adds: dict[int, Tap] = {}  # by node
         self._last: dict[int, SkipSite] = {}  # by call: the newest skip connection inside
         self._sites: Counter[str] = Counter()
@@ -220,7 +222,9 @@ class Tracer(TorchDispatchMode):
 
         out = func(*args, **kwargs)
 
+        first = len(self.graph.nodes)
         node = self._bind(func, name, kind, parents, args, kwargs, out)
+        self.ops.append(Op(name, first, len(self.graph.nodes)))
         if node is None:
             return out
         if node.by_weight and kind is Kind.MULTIPLY:
@@ -233,7 +237,7 @@ class Tracer(TorchDispatchMode):
             self._adds[node.id] = tap
         if attention is not None:
             attention.node = node
-            self._by_node[node.id] = attention
+            self.by_node[node.id] = attention
         if skip is not None:
             skip.node = node
             for number in self._open:
@@ -378,7 +382,7 @@ class Tracer(TorchDispatchMode):
         if live is None or len(live.shape) < 2:
             return
         for term in terms(live, limit=24):
-            site = self._by_node.get(term.id)
+            site = self.by_node.get(term.id)
             if site is not None and site.projections is not None and site.projections.output is None:
                 site.projections.output = product
             if site is None or site.heads:
@@ -412,7 +416,7 @@ class Tracer(TorchDispatchMode):
     def _skip(self, operands: list[Tensor], skip: int, branch: int) -> tuple[Node, list[Node], bool] | None:
         a, b = self._source(operands[skip]), self._source(operands[branch])
         # A branch ends in features: the product of queries and keys, to which a bias is added, does not.
-        if not any(t.by_weight or t.kind in (Kind.NORM, Kind.ATTENTION) or t.id in self._by_node for t in terms(b)):
+        if not any(t.by_weight or t.kind in (Kind.NORM, Kind.ATTENTION) or t.id in self.by_node for t in terms(b)):
             return None
         way = between(a, b) if a.id < b.id else []
         if any(n.by_weight for n in way):
@@ -435,7 +439,7 @@ class Tracer(TorchDispatchMode):
         self, name: str, operands: list[Tensor], skip: int, branch: int, start: Node, way: list[Node], parallel: bool, tap: Tap
     ) -> SkipSite:
         a, b = self._source(operands[skip]), self._source(operands[branch])
-        attentions = tuple(self._by_node[n.id] for n in way if n.id in self._by_node)
+        attentions = tuple(self.by_node[n.id] for n in way if n.id in self.by_node)
         key = self._site("skip")
         held = self._branch(key, start, b)
         total = Sum(key, key, tap, name.endswith("_"), {skip: self._carried(start, a), branch: held})
@@ -480,7 +484,7 @@ class Tracer(TorchDispatchMode):
         """What a branch holds: attention if a way through it crosses a call of it, unless it adds such a part to another."""
 
         def attends(way: list[Node]) -> bool:
-            return any(n.id in self._by_node for n in way)
+            return any(n.id in self.by_node for n in way)
 
         way = between(start, node)
         if not attends(way):

@@ -11,7 +11,7 @@ import enum
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ __all__ = [
     "Graph",
     "Kind",
     "Node",
+    "Op",
     "between",
     "decomposed",
     "kind_of",
@@ -161,6 +162,14 @@ class Node:
     noise: bool = False  # random numbers: dropout
     stream: bool = False  # descends from embedded tokens: an embedding, a float input, a product with a weight
     decoder: bool = False  # descends from an argument that speaks of a decoder
+
+
+class Op(NamedTuple):
+    """One op of a traced forward, and the nodes it made: from `start` up to `stop`."""
+
+    name: str
+    start: int
+    stop: int
 
 
 @dataclass(slots=True)

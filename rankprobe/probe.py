@@ -17,7 +17,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -29,11 +30,12 @@ from torch.utils._pytree import tree_map_only
 from rankprobe import metrics
 from rankprobe.ablate import PRESETS, Ablation, caches_in
 from rankprobe.anatomy import Anatomy, Stack, dissect
-from rankprobe.collapse import VARIANTS, Collapse, in_dtype, run_variants
+from rankprobe.collapse import VARIANTS, Collapse, evaluating, in_dtype, run_variants
 from rankprobe.discover import Tracer
 from rankprobe.errors import RankprobeError
 from rankprobe.measure import Options, Run, quiet
 from rankprobe.padding import TokenMasks
+from rankprobe.paths import Ask, PathSplit, split_paths
 from rankprobe.record import Readings
 from rankprobe.report import Report
 from rankprobe.watch import Forward, Hook, Plan, inert
@@ -158,6 +160,35 @@ class Probe(Readings):
         with in_dtype(self, dtype) as probe:
             return run_variants(probe, args, batch, chosen, labels)
 
+    def paths(
+        self,
+        *args: Any,
+        at: str | int = "output",
+        by: str | Iterable[str] = "attention",
+        max_length: int | None = None,
+        split_bias: bool = False,
+        heads: bool = False,
+        strongest: int = 0,
+        labels: Tensor | None = None,
+        components: bool = False,
+        **batch: Any,
+    ) -> PathSplit:
+        """Split what the model gives for `batch` by the length of the paths that lead to it, exactly.
+
+        at: "output" (logits, else the last hidden state), "logits", "hidden", "pooled", or a block's number.
+        by: what a path's length counts: "attention", "mlp", or both.
+        max_length: one part for paths that long or longer.
+        split_bias: tell what comes from biases from what comes from the tokens.
+        heads: also what each head hands on to the output.
+        strongest: also so many of the strongest single paths.
+        labels: right answers, to grade what each length says.
+        components: keep the parts themselves.
+        """
+        counted = (by,) if isinstance(by, str) else tuple(by)
+        ask = Ask(at, counted, max_length, split_bias, components, heads, strongest, labels)
+        with self._apart(), evaluating(self.model):
+            return split_paths(self, args, batch, ask)
+
     def reset(self) -> None:
         """Forget what was measured; keep what was found."""
         self.record.clear()
@@ -184,6 +215,8 @@ class Probe(Readings):
         return current if isinstance(current, Forward) else None
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(self._local, "apart", False):
+            return
         if torch.compiler.is_compiling():
             raise RankprobeError("a probe cannot look into compiled code: detach it before torch.compile, or run the model uncompiled")
         if getattr(self._local, "depth", 0) > 0 and self._running():
@@ -216,6 +249,8 @@ class Probe(Readings):
             forward.entry(0)
 
     def _end(self, out: Any, failed: bool) -> None:
+        if getattr(self._local, "apart", False):
+            return
         depth = getattr(self._local, "depth", 0)
         if depth != 1:
             self._local.depth = max(0, depth - 1)
@@ -304,6 +339,20 @@ class Probe(Readings):
                 "a forward took another way through the model and was measured in part"
                 + ("; the next was traced anew" if again else "; it varies too much to trace each time")
             ] += 1
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """The probe's own hooks look away, and nothing runs in kernels that hide what they do."""
+        self._clean()
+        self._install(None)
+        fused = torch.backends.mha.get_fastpath_enabled()
+        self._local.apart = True
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            self._local.apart = False
+            torch.backends.mha.set_fastpath_enabled(fused)
 
     # -- ablation -------------------------------------------------------------------------------------------------
 

@@ -389,3 +389,29 @@ def ablation_comes_and_goes(case: Case) -> None:
             assert probe.forwards == len(asked)
         assert state_of(model) == before
         assert_same(model(**batch), plain)
+
+
+# -- 4. completeness --------------------------------------------------------------------------------------------------
+
+
+def parts_sum_to_the_output(case: Case, dtype: torch.dtype) -> None:
+    model, batch = runs(case, dtype)
+    stir(model)
+    with torch.no_grad():
+        try:
+            plain = model(**batch)
+        except RuntimeError:
+            assert dtype == torch.float64 and case.name in ("mixtral", "gpt_oss")  # grouped products know no float64
+            return
+        before = state_of(model)
+        with attached(model) as probe:
+            split = probe.paths(**batch)
+            assert probe.forwards == 0
+            again = model(**batch)
+    assert_same(again, plain)
+    assert state_of(model) == before
+    # Norms that compute in float32 round whatever the model's dtype is.
+    assert split.completeness < (1e-10 if dtype == torch.float64 and split.precision == "float64" else 1e-5)
+    assert split.unattributed == 0.0 and not split.unruled
+    assert split.lengths[-1] > 0 and split.share[1] > 0
+    assert abs(sum(split.projection) - 1) < 1e-4
