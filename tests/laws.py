@@ -407,9 +407,8 @@ def parts_sum_to_the_output(case: Case, dtype: torch.dtype) -> None:
         with attached(model) as probe:
             split = probe.paths(**batch)
             assert probe.forwards == 0
-            again = model(**batch)
-    assert_same(again, plain)
-    assert state_of(model) == before
+            assert_same(model(**batch), plain)
+        assert state_of(model) == before
     # Norms that compute in float32 round whatever the model's dtype is.
     assert split.completeness < (1e-10 if dtype == torch.float64 and split.precision == "float64" else 1e-5)
     assert split.unattributed == 0.0 and not split.unruled
