@@ -15,6 +15,8 @@ test: .venv/developing
 
 bench: .venv/developing
 	$(BIN)/python -m benchmarks.bench_watch
+	$(BIN)/python -m benchmarks.bench_paths
+	$(BIN)/python -m benchmarks.bench_paths --registry
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv

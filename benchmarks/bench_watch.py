@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -99,17 +100,23 @@ def timed(run: Callable[[], object], least: float = 0.2) -> float:
             return spent / calls
 
 
-def peak(run: Callable[[], object]) -> float:
-    """MB of live tensors at their most while `run` runs, over what was alive before. Resident memory would be the allocator's
-    habits as much as ours: it varies by 50 MB between plain runs."""
+def memory_events(run: Callable[[], object]) -> list[int]:
+    """Bytes taken (or, negative, given back) by tensors while `run` runs, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
         run()
     events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    now = top = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        top = max(top, now)
-    return top / 2**20
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
+
+
+def peak(run: Callable[[], object]) -> float:
+    """MB of live tensors at their most while `run` runs, over what was alive before. Resident memory would be the allocator's
+    habits as much as ours: it varies by 50 MB between plain runs."""
+    return max(itertools.accumulate(memory_events(run)), default=0) / 2**20
+
+
+def allocations(run: Callable[[], object]) -> float:
+    """MB of all tensors made while `run` runs: its activations, were they all kept."""
+    return sum(n for n in memory_events(run) if n > 0) / 2**20
 
 
 def extra_peak(tokens: int) -> tuple[float, float]:

@@ -15,6 +15,7 @@ without a rule makes its result *unattributed*: a part that is named and measure
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,9 +209,9 @@ def needed_ops(ops: Sequence[Op], nodes: Sequence[Node], wanted: Iterable[Node])
     return {number for number, op in enumerate(ops) if any(made in reached for made in range(op.start, op.stop))}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Origin:
-    """A tensor z that others are pointwise functions of."""
+    """A tensor z that others are pointwise functions of, and are all that holds it."""
 
     value: Tensor
     parts: Parts
@@ -226,7 +227,7 @@ class _Live:
     origin: _Origin | None = None  # what it is a pointwise function of
     zero: Tensor | None = None  # its value where that is zero: parts are still to be made
     nonzero: bool = False  # whether it may be other than zero there
-    origins: dict[tuple[Any, ...], _Origin] = field(default_factory=dict)
+    origins: weakref.WeakValueDictionary[tuple[Any, ...], _Origin] = field(default_factory=weakref.WeakValueDictionary)
 
 
 class Shadow(TorchDispatchMode):
@@ -415,9 +416,10 @@ class Shadow(TorchDispatchMode):
         place = _place(tensor)
         if live.origin is not None and live.place == place:
             return live.origin
-        if place not in live.origins:
-            live.origins[place] = _Origin(tensor, self.parts(tensor))
-        return live.origins[place]
+        found = live.origins.get(place)
+        if found is None:
+            found = live.origins[place] = _Origin(tensor, self.parts(tensor))
+        return found
 
     def _at_zero(self, value: Any) -> Any:
         """A factor or summand where the origin is zero."""
