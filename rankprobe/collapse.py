@@ -245,8 +245,7 @@ def run_variants(
     takes = inspect.signature(model.forward).parameters
     if labels is not None and "labels" in takes:
         batch = {**batch, "labels": labels}
-    if "use_cache" in takes:
-        batch = {"use_cache": False, **batch}  # nothing is generated
+    batch = uncached(model, batch)
     reports: dict[str, Report] = {}
     effects: dict[str, Effect] = {}
     theory: tuple[Bound, ...] = ()
@@ -283,6 +282,11 @@ def in_dtype(probe: Probe, dtype: torch.dtype | None) -> Iterator[Probe]:
     model = copy.deepcopy(probe.model).to(dtype)
     with type(probe)(model, probe.options) as other:
         yield other
+
+
+def uncached(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Nothing is generated, so nothing need be kept for it."""
+    return {"use_cache": False, **batch} if "use_cache" in inspect.signature(model.forward).parameters else batch
 
 
 @contextmanager

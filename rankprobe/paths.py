@@ -28,7 +28,9 @@ from rich.text import Text
 from torch import Tensor
 
 from rankprobe import metrics
+from rankprobe.ablate import caches_in
 from rankprobe.anatomy import Found, dissect
+from rankprobe.collapse import uncached
 from rankprobe.discover import Tracer
 from rankprobe.errors import RankprobeError
 from rankprobe.graph import Kind, Node, between, tensors_in
@@ -214,6 +216,9 @@ class Ask:
 
 
 def split_paths(probe: Probe, args: tuple[Any, ...], batch: dict[str, Any], ask: Ask) -> PathSplit:
+    if any(int(cache.get_seq_length()) > 0 for cache in caches_in((args, batch))):
+        raise RankprobeError("paths lead through all tokens: give the whole sequence, and no cache that holds its beginning")
+    batch = uncached(probe.model, batch)
     try:
         return _Splitter(probe, args, batch, ask).split()
     except Strayed:
@@ -268,9 +273,12 @@ class _Splitter:
         whole, parts = shadow.kept["at"]
         return shadow, whole, parts
 
+    def follow_lengths(self) -> tuple[Shadow, Tensor, Parts]:
+        return self.follow(self.crossings, by_length(self.ask.max_length), self.ask.split_bias)
+
     def split(self) -> PathSplit:
         ask = self.ask
-        shadow, whole, parts = self.follow(self.crossings, by_length(ask.max_length), ask.split_bias)
+        shadow, whole, parts = self.follow_lengths()
         with torch.no_grad(), quiet():
             made = self._measure(shadow, whole, parts)
         if ask.heads:

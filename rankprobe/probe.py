@@ -393,7 +393,7 @@ class Probe(Readings):
 
     def _rehearse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward as the model is, on copies of the arguments: a way must be known before parts of it are left out."""
-        cuda = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+        cuda = {p.device.index for p in module.parameters() if p.device.type == "cuda"} if torch.cuda.is_available() else set()
         self._local.rehearsing = True
         try:
             with torch.random.fork_rng(devices=[i for i in cuda if i is not None]):

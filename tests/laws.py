@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankprobe
 from rankprobe.graph import tensors_in
+from rankprobe.paths import Ask, _Splitter
 from rankprobe.probe import Probe
 from registry import Batch, Case
 
@@ -283,6 +284,11 @@ def no_host_round_trip(case: Case) -> str | None:
             states = probe.record.moments.tensors()
             assert states and all(t.device.type == "cuda" for t in states)
             assert probe.forwards == 3
+            with probe.ablate("no-skip", heads={0: [0]}):
+                model(**batch)
+            with probe._apart():
+                _, _, parts = _Splitter(probe, (), batch, Ask()).follow_lengths()
+            assert len(parts) > 1 and all(p.device.type == "cuda" for p in parts.values())
     return None
 
 
