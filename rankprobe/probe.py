@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from rankprobe import metrics
 from rankprobe.ablate import PRESETS, Ablation, caches_in
@@ -33,6 +32,7 @@ from rankprobe.anatomy import Anatomy, Stack, dissect
 from rankprobe.collapse import VARIANTS, Collapse, evaluating, in_dtype, run_variants
 from rankprobe.discover import Tracer
 from rankprobe.errors import RankprobeError
+from rankprobe.graph import tensors_in
 from rankprobe.measure import Options, Run, quiet
 from rankprobe.padding import TokenMasks
 from rankprobe.paths import Ask, PathSplit, split_paths
@@ -397,7 +397,8 @@ class Probe(Readings):
         self._local.rehearsing = True
         try:
             with torch.random.fork_rng(devices=[i for i in cuda if i is not None]):
-                args, kwargs = copy.deepcopy(tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+                copies = {id(t): t.detach().clone() for t in tensors_in((args, kwargs))}
+                args, kwargs = copy.deepcopy((args, kwargs), copies)  # type: ignore[arg-type]
                 module(*args, **kwargs)
         finally:
             self._local.rehearsing = False
