@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from rankprobe.errors import RankprobeError
 from rankprobe.graph import tensors_in
 from rankprobe.padding import TokenMasks
-from rankprobe.render import html, plain
+from rankprobe.render import bare_table, html, number, plain
 from rankprobe.report import Layer, Report, numbers_to_json, short, write_text
 from rankprobe.theory import Bound, bounds
 
@@ -183,10 +183,10 @@ class Collapse:
         return Text("\n".join(["", *lines, f"{'':>6} └{'─' * min(70, length * wide)}", f"{'':>8}{names}, * several"]))
 
     def _table(self, stack: str) -> Table:
-        table = _bare_table("layer", *self.variants)
+        table = bare_table("layer", *self.variants)
         for rows in zip(*(self.rows(name, stack) for name in self.variants), strict=True):
             label = f"{rows[0].index:>2} {short(rows[0].name)}" if rows[0].index >= 0 else "   input"
-            table.add_row(Text(label), *(_number(x.residual) for x in rows))
+            table.add_row(Text(label), *(number(x.residual) for x in rows))
         table.add_row(Text("falls", style="bold"), *(Text(str(self.decays[name][stack])) for name in self.variants))
         return table
 
@@ -195,26 +195,18 @@ class Collapse:
         if not names:
             return Text()
         titles = {"kl": "KL (nats)", "agreement": "same top answer", "change": "pooled output changes by"}
-        table = _bare_table("answers", *(titles.get(name, name) for name in names))
+        table = bare_table("answers", *(titles.get(name, name) for name in names))
         for variant, effect in self.effects.items():
-            table.add_row(Text(variant), *(_number(getattr(effect, name)) for name in names))
+            table.add_row(Text(variant), *(number(getattr(effect, name)) for name in names))
         return Group(Text(), table)
 
     def _theory(self) -> list[RenderableType]:
         if not self.bounds:
             return []
-        table = _bare_table("layer", "measured", "by its attention", "the paper's bound")
+        table = bare_table("layer", "measured", "by its attention", "the paper's bound")
         for bound in self.bounds:
-            table.add_row(Text(short(bound.name, 24)), _number(bound.measured), _number(bound.contraction), _number(bound.cubic))
+            table.add_row(Text(short(bound.name, 24)), number(bound.measured), number(bound.contraction), number(bound.cubic))
         return [Text("\nBy what a layer of pure attention multiplies ‖X − 1xᵀ‖", style="bold"), table]
-
-
-def _bare_table(first: str, *columns: str) -> Table:
-    table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
 
 
 def _marks(names: Iterable[str]) -> dict[str, str]:
@@ -224,12 +216,6 @@ def _marks(names: Iterable[str]) -> dict[str, str]:
         letters = [c for c in name.removeprefix("no-") + name + "abcdefghijklmnopqrstuvwxyz" if c.isalnum()]
         marks[name] = next(c for c in letters if c not in marks.values())
     return marks
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value:.3f}" if 1e-3 <= abs(value) < 1e3 or value == 0 else f"{value:.1e}"
 
 
 # -- running ----------------------------------------------------------------------------------------------------------

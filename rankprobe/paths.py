@@ -36,7 +36,7 @@ from rankprobe.errors import RankprobeError
 from rankprobe.graph import Kind, Node, between, tensors_in
 from rankprobe.measure import Run, quiet
 from rankprobe.padding import TokenMasks
-from rankprobe.render import html, plain
+from rankprobe.render import bare_table, html, number, plain
 from rankprobe.report import numbers_to_json, write_text
 from rankprobe.shadow import Crossing, Label, Parts, Route, Shadow, Strayed, by_last_head, by_length, needed_ops, onward
 
@@ -146,7 +146,7 @@ class PathSplit:
         if self.strongest:
             parts.append(Text("\nStrongest single paths found: block.head → …", style="bold"))
             parts += [
-                Text(f"{_number(p.share)}  {' → '.join(f'{b}.{h}' for b, h in p.heads) or 'straight through'}") for p in self.strongest
+                Text(f"{number(p.share)}  {' → '.join(f'{b}.{h}' for b, h in p.heads) or 'straight through'}") for p in self.strongest
             ]
         return Group(*parts)
 
@@ -154,38 +154,29 @@ class PathSplit:
         return f"{self.lengths[i]}{'+' if self.capped and i == len(self.lengths) - 1 else ''}"
 
     def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
         more = [*(("of biases",) if self.bias_share else ()), *(("paths",) if self.paths else ())]
-        for name in ("length", "share", "", "projection", "residual", *more):
-            table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+        table = bare_table("length", "share", "", "projection", "residual", *more)
+        table.columns[0].justify, table.columns[2].justify = "right", "left"
         top = max(self.share, default=1.0)
         for i in range(len(self.lengths)):
             bar = "█" * max(1 if self.share[i] else 0, round(20 * self.share[i] / top))
-            cells = [self._label(i), _number(self.share[i]), bar, f"{self.projection[i]:+.3f}", _number(self.residual[i])]
-            cells += [_number(self.bias_share[i])] if self.bias_share else []
+            cells = [self._label(i), number(self.share[i]), bar, f"{self.projection[i]:+.3f}", number(self.residual[i])]
+            cells += [number(self.bias_share[i])] if self.bias_share else []
             cells += [_count(self.paths[i])] if self.paths else []
             table.add_row(*cells)
         return table
 
     def _answers(self) -> Table:
-        table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
         graded = not math.isnan(self.only[0].accuracy)
         told = ("KL", "agrees", *(("loss", "accuracy") if graded else ()))
-        for name in ("length", "to its logit", *(f"{t} of it" for t in told), *(f"{t} up to it" for t in told)):
-            table.add_column(name, justify="right")
+        table = bare_table("length", "to its logit", *(f"{t} of it" for t in told), *(f"{t} up to it" for t in told))
         for i in range(len(self.lengths)):
             cells = [self._label(i), f"{self.contribution[i]:+.3f}"]
             for kept in (self.only[i], self.up_to[i]):
-                cells += [_number(kept.kl), _number(kept.agreement)]
-                cells += [_number(kept.loss), _number(kept.accuracy)] if graded else []
+                cells += [number(kept.kl), number(kept.agreement)]
+                cells += [number(kept.loss), number(kept.accuracy)] if graded else []
             table.add_row(*cells)
         return table
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"
 
 
 def _count(paths: int) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 
 from rich.console import Console, RenderableType
+from rich.table import Table
 
-__all__ = ["html", "plain"]
+__all__ = ["bare_table", "html", "number", "plain"]
 
 WIDTH = 80
 
@@ -23,3 +25,18 @@ def html(thing: RenderableType, width: int = WIDTH) -> str:
     console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True, legacy_windows=False)
     console.print(thing)
     return console.export_html(inline_styles=True)
+
+
+def bare_table(first: str, *columns: str) -> Table:
+    """Names on the left, numbers on the right, no lines."""
+    table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def number(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"
