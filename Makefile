@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: scan test bench clean
 
 scan: .venv/installed
-	$(BIN)/python examples/first_look.py
+	$(BIN)/rankprobe scan
 
 test: .venv/developing
 	$(BIN)/ruff check .

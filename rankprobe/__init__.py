@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from rankprobe.paths import PathSplit
     from rankprobe.probe import Probe, attach
     from rankprobe.report import Report, load
+    from rankprobe.scanning import Scan, scan
 
-__all__ = ["Ablation", "Collapse", "PathSplit", "Probe", "RankprobeError", "Report", "__version__", "attach", "load"]
+__all__ = ["Ablation", "Collapse", "PathSplit", "Probe", "RankprobeError", "Report", "Scan", "__version__", "attach", "load", "scan"]
 
 _HOMES = {
     "Ablation": "rankprobe.ablate",
@@ -32,7 +33,9 @@ _HOMES = {
     "Probe": "rankprobe.probe",
     "Report": "rankprobe.report",
     "attach": "rankprobe.probe",
+    "Scan": "rankprobe.scanning",
     "load": "rankprobe.report",
+    "scan": "rankprobe.scanning",
 }
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from rankprobe.anatomy import Anatomy, AttentionCall, Block
-from rankprobe.errors import RankprobeError
+from rankprobe.errors import NothingThere, RankprobeError
 from rankprobe.graph import FUSED_LAYER, tensors_in
 from rankprobe.record import Readings
 from rankprobe.sites import Sum
@@ -89,7 +89,7 @@ def understand(anatomy: Anatomy, asked: Mapping[str, Any]) -> Wanted:
             raise RankprobeError(f'skip={kind!r}: whose skip connection is "attention" or "mlp"')
         _parts(wanted, anatomy, "skip", kind, spec, lenient=by_kind is None)
     if skip is not None and skip is not False and not wanted.parts:
-        raise RankprobeError(_none(anatomy, "skip connection around attention or an MLP"))
+        raise NothingThere(_none(anatomy, "skip connection around attention or an MLP"))
     for kind in KINDS:
         _parts(wanted, anatomy, kind, kind, asked.get(kind))
     for index in _layers("norm", asked.get("norm"), len(blocks), scales=False):
@@ -117,7 +117,7 @@ def _parts(wanted: Wanted, anatomy: Anatomy, name: str, kind: str, spec: Any, le
         for site in mine:
             wanted.parts[site.key, name] = min(scale, wanted.parts.get((site.key, name), 1.0))
     if spec is not None and spec is not False and not found and not lenient:
-        raise RankprobeError(_none(anatomy, what))
+        raise NothingThere(_none(anatomy, what))
 
 
 def _none(anatomy: Anatomy, what: str) -> str:

@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from rankprobe.errors import RankprobeError
+from rankprobe.errors import NothingThere, RankprobeError
 from rankprobe.graph import tensors_in
 from rankprobe.padding import TokenMasks
 from rankprobe.render import bare_table, html, number, plain
@@ -38,6 +38,7 @@ from rankprobe.report import Layer, Report, numbers_to_json, short, write_text
 from rankprobe.theory import Bound, bounds
 
 if TYPE_CHECKING:
+    from rankprobe.ablate import Ablation
     from rankprobe.anatomy import Anatomy
     from rankprobe.probe import Probe
 
@@ -158,12 +159,12 @@ class Collapse:
         for stack in self.stacks:
             if len(self.stacks) > 1:
                 parts.append(Text(f"\n{stack}", style="bold"))
-            parts += [self._chart(stack), self._table(stack)]
-        parts += [self._answers(), *self._theory()]
+            parts += [self.chart(stack), self._table(stack)]
+        parts += [self.answers(), *self._theory()]
         parts += [Text(f"Note: {line}", style="yellow") for line in self.notes]
         return Group(*parts)
 
-    def _chart(self, stack: str) -> Text:
+    def chart(self, stack: str) -> Text:
         """Powers of ten down, layers across, a letter for each variant."""
         curves = {name: self.curve(name, stack=stack) for name in self.variants}
         marks = _marks(self.variants)
@@ -190,7 +191,7 @@ class Collapse:
         table.add_row(Text("falls", style="bold"), *(Text(str(self.decays[name][stack])) for name in self.variants))
         return table
 
-    def _answers(self) -> RenderableType:
+    def answers(self) -> RenderableType:
         names = [f.name for f in dataclasses.fields(Effect) if any(not math.isnan(getattr(e, f.name)) for e in self.effects.values())]
         if not names:
             return Text()
@@ -221,34 +222,44 @@ def _marks(names: Iterable[str]) -> dict[str, str]:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def run_variants(
-    probe: Probe, args: tuple[Any, ...], batch: dict[str, Any], variants: Mapping[str, Mapping[str, Any]], labels: Tensor | None
-) -> Collapse:
+Call = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]  # arguments, named ones, labels
+
+
+def run_variants(probe: Probe, calls: Sequence[Call], variants: Mapping[str, Mapping[str, Any]], tell: Callable[[str], None]) -> Collapse:
+    """`tell` hears of every forward."""
     model = probe.model
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     rounding = ROUNDING * torch.finfo(dtype).eps
-    args, batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, batch))
-    takes = inspect.signature(model.forward).parameters
-    if labels is not None and "labels" in takes:
-        batch = {**batch, "labels": labels}
-    batch = uncached(model, batch)
+    calls = [_prepared(model, dtype, *call) for call in calls]
+
+    def run(variant: Ablation) -> list[Any]:
+        outs = []
+        with variant:
+            for args, batch, _ in calls:
+                outs.append(model(*args, **batch))
+                tell(variant.variant)
+        return outs
+
     reports: dict[str, Report] = {}
     effects: dict[str, Effect] = {}
     theory: tuple[Bound, ...] = ()
     notes: list[str] = []
     with torch.no_grad(), evaluating(model):
-        with probe.ablate() as whole:
-            intact = model(*args, **batch)
+        whole = probe.ablate()
+        intact = run(whole)
         for name, asked in variants.items():
-            variant, out = whole, intact
+            variant, outs = whole, intact
             if asked != {"preset": "full"}:
-                variant = probe.ablate(**asked)
+                try:
+                    variant = probe.ablate(**asked)
+                except NothingThere as error:
+                    notes.append(f"no variant {name}: {error}")
+                    continue
                 variant.theory = asked == {"preset": "pure-attention"}
-                with variant:
-                    out = model(*args, **batch)
+                outs = run(variant)
             reports[name] = variant.report()
             notes += [f"{name}, {line}" for line in (*reports[name].notes, *reports[name].problems)]
-            effects[name] = _effect(probe, out, intact, args, batch, labels)
+            effects[name] = _mean([_effect(probe, out, first, *call) for out, first, call in zip(outs, intact, calls, strict=True)])
             if variant.theory:
                 theory, unread = bounds(variant, rounding)
                 notes += unread
@@ -268,6 +279,18 @@ def in_dtype(probe: Probe, dtype: torch.dtype | None) -> Iterator[Probe]:
     model = copy.deepcopy(probe.model).to(dtype)
     with type(probe)(model, probe.options) as other:
         yield other
+
+
+def _prepared(model: nn.Module, dtype: torch.dtype, args: tuple[Any, ...], batch: dict[str, Any], labels: Tensor | None) -> Call:
+    args, batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, batch))
+    if labels is not None and "labels" in inspect.signature(model.forward).parameters:
+        batch = {**batch, "labels": labels}
+    return args, uncached(model, batch), labels
+
+
+def _mean(effects: list[Effect]) -> Effect:
+    """Over batches, which are taken to be of one size."""
+    return Effect(*(sum(values) / len(values) for values in zip(*map(dataclasses.astuple, effects), strict=True)))
 
 
 def uncached(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class PathSplit:
         crossed = " and ".join({"attention": "attention calls", "mlp": "MLPs"}[b] for b in self.by)
         parts: list[RenderableType] = [
             Text(f"rankprobe: {self.model}, {self.at}, by how many {crossed} a path crosses", style="bold"),
-            self._table(),
+            self.table(),
             Text(
                 f"The parts sum to the real output within {self.completeness:.1e} of its norm; it computes in {self.precision}.",
                 style="dim",
@@ -153,7 +153,7 @@ class PathSplit:
     def _label(self, i: int) -> str:
         return f"{self.lengths[i]}{'+' if self.capped and i == len(self.lengths) - 1 else ''}"
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
         more = [*(("of biases",) if self.bias_share else ()), *(("paths",) if self.paths else ())]
         table = bare_table("length", "share", "", "projection", "residual", *more)
         table.columns[0].justify, table.columns[2].justify = "right", "left"

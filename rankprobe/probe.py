@@ -158,7 +158,7 @@ class Probe(Readings):
         """
         chosen = variants if isinstance(variants, Mapping) else {name: {"preset": name} for name in variants}
         with in_dtype(self, dtype) as probe:
-            return run_variants(probe, args, batch, chosen, labels)
+            return run_variants(probe, [(args, batch, labels)], chosen, lambda _: None)
 
     def paths(
         self,

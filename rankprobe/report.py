@@ -139,7 +139,7 @@ class Report:
         parts.append(Text())
         stacks = dict.fromkeys(x.stack for x in self.layers)
         for stack in stacks:
-            parts.append(self._table(stack, len(stacks) > 1))
+            parts.append(self.table(stack, len(stacks) > 1))
         found = ", ".join(f"{self.watched[k]} of {n} {k}" for k, n in self.found.items())
         samples = max((x.samples for x in self.layers), default=0)
         parts.append(Text(f"Watched {found}; {self.forwards} forwards, {samples} samples.", style="dim"))
@@ -148,7 +148,7 @@ class Report:
         parts += [Text(f"Not measured: {line}", style="red") for line in self.problems]
         return Group(*parts)
 
-    def _table(self, stack: str, titled: bool) -> Table:
+    def table(self, stack: str, titled: bool) -> Table:
         title = escape(stack) if titled and stack else None
         table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False, title=title, title_justify="left")
         has_heads = any(x.heads for x in self.layers)

@@ -163,6 +163,21 @@ def test_other_variants_by_name_and_by_hand() -> None:
             probe.collapse(input_ids=tokens(), variants=["nothing"])
 
 
+def test_a_variant_that_cannot_be_is_told() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.attention(x, x, x, need_weights=False)[0]
+
+    with rankprobe.attach(Bare().eval()) as probe:
+        found = probe.collapse(torch.randn(2, 5, 8))
+    assert found.variants == ("full", "no-skip")
+    assert any(note.startswith("no variant no-mlp: nothing to remove") for note in found.notes)
+
+
 # -- theory -----------------------------------------------------------------------------------------------------------
 
 
