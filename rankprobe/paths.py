@@ -60,10 +60,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """What one head hands on to the output: all paths that cross it last."""
+    """What one head, or all of an attention call, hands on to the output: the paths that cross it last."""
 
     call: str
-    head: int
+    head: int | None
     share: float
 
 
@@ -100,6 +100,7 @@ class PathSplit:
     only: tuple[Kept, ...] = ()  # answers from paths of one length
     up_to: tuple[Kept, ...] = ()  # answers from paths of at most that length
     heads: tuple[HeadShare, ...] = ()
+    calls: tuple[HeadShare, ...] = ()
     strongest: tuple[SinglePath, ...] = ()
     components: dict[Label, Tensor] | None = field(default=None, repr=False, compare=False)
 
@@ -273,15 +274,22 @@ class _Splitter:
         with torch.no_grad(), quiet():
             made = self._measure(shadow, whole, parts)
         if ask.heads:
-            _, whole, last = self.follow(self.attended, by_last_head)
-            with quiet():
-                shares = {k.heads[0]: self._norm(p) / self._norm(whole) for k, p in last.items() if k.heads}
-            names = [site.key for site in self.sites]
-            heads = tuple(HeadShare(names[call], head, share) for (call, head), share in sorted(shares.items()))
-            made = dataclasses.replace(made, heads=heads)
+            made = dataclasses.replace(made, **self._shares())
         if ask.strongest:
             made = dataclasses.replace(made, strongest=tuple(self._strongest(ask.strongest)))
         return made
+
+    def _shares(self) -> dict[str, tuple[HeadShare, ...]]:
+        _, whole, parts = self.follow(self.attended, by_last_head)
+        size, names = self._norm(whole), [site.key for site in self.sites]
+        heads, together = [], {}
+        with quiet():
+            for label, part in sorted(((k, p) for k, p in parts.items() if k.heads), key=lambda kp: kp[0]):
+                call, head = label.heads[0]
+                heads.append(HeadShare(names[call], head, self._norm(part) / size))
+                together[call] = together[call] + part if call in together else part
+            calls = tuple(HeadShare(names[call], None, self._norm(part) / size) for call, part in together.items())
+        return {"heads": tuple(heads), "calls": calls}
 
     # -- measuring ------------------------------------------------------------------------------------------------
 

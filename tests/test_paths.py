@@ -192,7 +192,11 @@ def test_single_paths_and_heads_one_by_one() -> None:
             number = int(told.call.split(".")[1].split("#")[0])
             want = sum(y for p, y in parts.items() if p and p[-1] == (number, told.head))
             assert told.share == pytest.approx(float(want.norm()) / size, rel=1e-10)  # type: ignore[union-attr]
-        assert len(split.heads) == 6
+        for told in split.calls:
+            number = int(told.call.split(".")[1].split("#")[0])
+            want = sum(y for p, y in parts.items() if p and p[-1][0] == number)
+            assert told.share == pytest.approx(float(want.norm()) / size, rel=1e-10)  # type: ignore[union-attr]
+        assert (len(split.heads), len(split.calls)) == (6, 3)
         # The other way, attention made anew along the path.
         longer = next(p for p in split.strongest if len(p.heads) == 2)
         with probe.ablate(**longer.ablation):
