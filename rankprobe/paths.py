@@ -274,22 +274,25 @@ class _Splitter:
         with torch.no_grad(), quiet():
             made = self._measure(shadow, whole, parts)
         if ask.heads:
-            made = dataclasses.replace(made, **self._shares())
+            heads, calls = self._shares()
+            made = dataclasses.replace(made, heads=heads, calls=calls)
         if ask.strongest:
             made = dataclasses.replace(made, strongest=tuple(self._strongest(ask.strongest)))
         return made
 
-    def _shares(self) -> dict[str, tuple[HeadShare, ...]]:
+    def _shares(self) -> tuple[tuple[HeadShare, ...], tuple[HeadShare, ...]]:
+        """Of each head, and of each attention call."""
         _, whole, parts = self.follow(self.attended, by_last_head)
         size, names = self._norm(whole), [site.key for site in self.sites]
-        heads, together = [], {}
+        heads: list[HeadShare] = []
+        together: dict[int, Tensor] = {}
         with quiet():
             for label, part in sorted(((k, p) for k, p in parts.items() if k.heads), key=lambda kp: kp[0]):
                 call, head = label.heads[0]
                 heads.append(HeadShare(names[call], head, self._norm(part) / size))
                 together[call] = together[call] + part if call in together else part
             calls = tuple(HeadShare(names[call], None, self._norm(part) / size) for call, part in together.items())
-        return {"heads": tuple(heads), "calls": calls}
+        return tuple(heads), calls
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
