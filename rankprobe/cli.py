@@ -18,7 +18,7 @@ from rankprobe.errors import RankprobeError
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(help="See whether the tokens inside a transformer collapse onto each other.", no_args_is_help=True)
+app = typer.Typer(help="See whether the tokens inside a transformer collapse onto each other.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def _version(wanted: bool) -> None:
