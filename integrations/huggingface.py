@@ -87,7 +87,7 @@ def _inputs(wish: Wish, model: Any, config: Any, where: dict[str, Any], notes: l
     if main == "pixel_values":
         batches, inputs = _pictures(wish, config, where, notes)
     elif main in ("input_features", "input_values"):
-        batches, inputs = _waves(wish, model, config, where, main)
+        batches, inputs = _waves(wish, config, where, main, notes)
     else:
         batches, inputs = _words(wish, config, where, notes)
     if "pixel_values" in takes and main == "input_ids" and hasattr(config, "vision_config"):
@@ -126,6 +126,8 @@ def _words(wish: Wish, config: Any, where: dict[str, Any], notes: list[str]) -> 
         if unknown > 0.5 or len(ids.unique()) < 8:
             raise ValueError("it knows hardly any word")  # what transformers makes of a folder without one
     except Exception as error:
+        if wish.text is not None:
+            raise RankprobeError(f"{wish.model}: no tokenizer for --text: {str(error).strip().splitlines()[0]}") from None
         notes.append(f"no tokenizer could be used ({str(error).strip().splitlines()[0][:80]}): it reads random token ids")
         rows = [min(wish.batch_size, wish.samples - i) for i in range(0, wish.samples, wish.batch_size)]
         length = min(length, 64)
@@ -170,18 +172,20 @@ def _pictures(wish: Wish, config: Any, where: dict[str, Any], notes: list[str]) 
     return [{"pixel_values": part} for part in pixels.split(wish.batch_size)], f"{len(pixels)} {source}"
 
 
-def _waves(wish: Wish, model: Any, config: Any, where: dict[str, Any], main: str) -> tuple[list[Batch], str]:
+def _waves(wish: Wish, config: Any, where: dict[str, Any], main: str, notes: list[str]) -> tuple[list[Batch], str]:
     import transformers
 
     waves = samples.sounds(wish.samples, 16000, 16000, wish.seed)
     try:
         extractor = transformers.AutoFeatureExtractor.from_pretrained(wish.model, **where)
         whole = extractor(list(waves.numpy()), sampling_rate=16000, return_tensors="pt")[main]
-    except Exception:
-        whole = waves
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:80]
         if main == "input_features":
-            frames = 2 * int(getattr(config, "max_source_positions", 100))
-            whole = torch.randn(
-                wish.samples, int(getattr(config, "num_mel_bins", 80)), frames, generator=torch.Generator().manual_seed(wish.seed)
-            )
+            notes.append(f"no feature extractor ({why}): it reads random features")
+            bins, frames = int(getattr(config, "num_mel_bins", 80)), 2 * int(getattr(config, "max_source_positions", 100))
+            whole = torch.randn(wish.samples, bins, frames, generator=torch.Generator().manual_seed(wish.seed))
+            return [{main: part} for part in whole.split(wish.batch_size)], f"{wish.samples} × {frames} frames of random features"
+        notes.append(f"no feature extractor ({why}): it reads the waves as they are")
+        whole = waves
     return [{main: part} for part in whole.split(wish.batch_size)], f"{wish.samples} gliding tones of one second"

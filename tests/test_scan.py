@@ -97,7 +97,8 @@ def test_a_local_folder(kind: str, tmp_path: Path) -> None:
     assert out.exit_code == 0, out.stderr
     data = json.loads(out.stdout)
     assert data["paths"]["completeness"] < 1e-5 and data["report"]["found"]["attention calls"] > 0
-    assert ("image" if kind == "vit" else "tone" if kind == "whisper" else "token ids") in data["how"]["read"]
+    assert ("image" if kind == "vit" else "random features" if kind == "whisper" else "token ids") in data["how"]["read"]
+    assert any("no image processor" in n or "no feature extractor" in n or "no tokenizer" in n for n in data["notes"])
 
 
 def test_a_tokenizer_is_used_where_there_is_one(tmp_path: Path) -> None:
@@ -148,6 +149,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
         ([bert, "--dtype", "int8"], "may be float32"),
         ([bert, "--device", "nowhere"], "--device nowhere"),
         ([bert, "--text", "absent.txt"], "--text absent.txt"),
+        ([bert, "--text", __file__], "no tokenizer for --text"),
         ([bert, "--samples", "0"], "at least 1"),
         ([bert, "--output", str(tmp_path / "no" / "scan.json")], "no such folder"),
     ]:
