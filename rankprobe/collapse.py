@@ -328,7 +328,7 @@ def _effect(probe: Probe, out: Any, whole: Any, args: Any, kwargs: Any, labels: 
     p, q = before.to(exact).log_softmax(-1), logits.to(exact).log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
     same = (logits.argmax(-1) == before.argmax(-1)).float()
-    mask = _token_mask(masks, logits) if logits.dim() > 2 else None
+    mask = masks.find_any(logits) if logits.dim() > 2 else None
     if mask is not None:
         kl, same = kl[mask], same[mask]
     loss, accuracy = _graded(out, logits, labels, probe.anatomy)
@@ -344,11 +344,6 @@ def _logits(out: Any, model: nn.Module) -> Tensor | None:
     return None
 
 
-def _token_mask(masks: TokenMasks, x: Tensor) -> Tensor | None:
-    found = masks.find(x.shape[0], x.shape[1], decoder=False)
-    return found if found is not None else masks.find(x.shape[0], x.shape[1], decoder=True)
-
-
 def _pooled(out: Any, masks: TokenMasks) -> Tensor | None:
     """One vector a sample: the model's own pooling, else the mean over tokens that are not padding."""
     given = out.get("pooler_output") if isinstance(out, Mapping) else None
@@ -358,10 +353,15 @@ def _pooled(out: Any, masks: TokenMasks) -> Tensor | None:
     x = x.float() if x.dtype != torch.float64 else x
     if x.dim() != 3:
         return x.flatten(1)
-    mask = _token_mask(masks, x)
+    mask = masks.find_any(x)
     if mask is None:
         return x.mean(1)
     return (x * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+
+
+def answers_for_next(anatomy: Anatomy) -> bool:
+    """Whether each token's answer is for the one behind it: a lone causal stack."""
+    return len(anatomy.stacks) == 1 and all(a.causal for a in anatomy.attentions)
 
 
 def _graded(out: Any, logits: Tensor, labels: Tensor | None, anatomy: Anatomy) -> tuple[float, float]:
@@ -369,7 +369,7 @@ def _graded(out: Any, logits: Tensor, labels: Tensor | None, anatomy: Anatomy) -
     if labels is None or labels.is_floating_point() or labels.dim() != logits.dim() - 1:
         loss = out.get("loss") if isinstance(out, Mapping) else None
         return (NAN if loss is None else float(loss)), NAN
-    if logits.dim() == 3 and len(anatomy.stacks) == 1 and all(a.causal for a in anatomy.attentions):
+    if logits.dim() == 3 and answers_for_next(anatomy):
         logits, labels = logits[:, :-1], labels[:, 1:]
     logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     counted = labels != -100

@@ -62,6 +62,11 @@ class TokenMasks:
                 return mask if mask.shape[1] == tokens else self._end_of(mask, tokens)
         return None
 
+    def find_any(self, x: Tensor) -> Tensor | None:
+        """The mask of `x`, (samples, tokens, …), be it an encoder's or a decoder's."""
+        found = self.find(x.shape[0], x.shape[1])
+        return found if found is not None else self.find(x.shape[0], x.shape[1], decoder=True)
+
     def _end_of(self, mask: Tensor, tokens: int) -> Tensor:
         """Cut once: sites that share a mask are known by sharing the tensor."""
         if (id(mask), tokens) not in self._ends:

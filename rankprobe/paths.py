@@ -30,7 +30,7 @@ from torch import Tensor
 from rankprobe import metrics
 from rankprobe.ablate import caches_in
 from rankprobe.anatomy import Found, dissect
-from rankprobe.collapse import uncached
+from rankprobe.collapse import answers_for_next, uncached
 from rankprobe.discover import Tracer
 from rankprobe.errors import RankprobeError
 from rankprobe.graph import Kind, Node, between, tensors_in
@@ -224,7 +224,7 @@ class _Splitter:
         self.model, self.args, self.batch, self.ask = probe.model, args, batch, ask
         self.masks = TokenMasks(self.model, args, batch, probe.options.mask)
         tracer, out = self._trace(probe)
-        _, stacks = dissect(tracer, type(self.model).__name__)
+        self.anatomy, stacks = dissect(tracer, type(self.model).__name__)
         self.blocks = [b for stack in stacks for b in stack]
         node, self.at = _target(tracer, self.blocks, out, ask.at)
         maker = {made: number for number, op in enumerate(tracer.ops) for made in range(op.start, op.stop)}
@@ -299,8 +299,7 @@ class _Splitter:
     def _mask(self, x: Tensor) -> Tensor | None:
         if x.dim() != 3:
             return None
-        found = self.masks.find(x.shape[0], x.shape[1])
-        return found if found is not None else self.masks.find(x.shape[0], x.shape[1], decoder=True)
+        return self.masks.find_any(x)
 
     def _kept(self, x: Tensor) -> Tensor:
         """Without padding."""
@@ -355,7 +354,7 @@ class _Splitter:
         mask, labels = self._mask(whole), self.ask.labels
         if labels is not None and labels.dim() != whole.dim() - 1:
             raise RankprobeError(f"labels of shape {tuple(labels.shape)} for answers of shape {tuple(whole.shape)}")
-        if labels is not None and whole.dim() == 3 and self.lone and all(a.causal or _looks_back(a) for a in self.sites):
+        if labels is not None and whole.dim() == 3 and answers_for_next(self.anatomy):
             mask = None if mask is None else mask[:, 1:]  # each token's answer is for the next
             whole, labels = whole[:, :-1], labels[:, 1:]
             parts = [None if p is None else p[:, :-1] for p in parts]
@@ -460,10 +459,6 @@ def _mlp_ends(tracer: Tracer) -> list[Node]:
             if node.id in earlier or node.by_weight:
                 earlier.update(p.id for p in node.parents)
     return list(found.values())
-
-
-def _looks_back(site: Any) -> bool:
-    return site.reach is not None and site.keys > 1 and int(site.reach[1]) == 0
 
 
 def _path_counts(heads: list[int] | None, lengths: int, cap: int | None) -> tuple[int, ...]:
